@@ -42,13 +42,14 @@ def valid(document: Document) -> None:
     assert None not in [item["id"] for item in document["output"]]
 
 
-def events(response: httpx.Response) -> list[Document]:
-    """Return a stream's events: frames of two lines, named, numbered and valid for the SDK."""
+def events(response: httpx.Response, first: int = 0) -> list[Document]:
+    """Return a stream's events: frames of two lines, named, numbered from `first` and valid for the
+    SDK."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.text.endswith("\n\n")
     received = []
-    for number, frame in enumerate(response.text.removesuffix("\n\n").split("\n\n")):
+    for number, frame in enumerate(response.text.removesuffix("\n\n").split("\n\n"), first):
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert data.startswith("data: ")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,100 @@ def test_background_response_is_polled_until_it_ends() -> None:
         wait_until(lambda: sdk.responses.retrieve(queued.id).status == "completed")
         assert sdk.responses.retrieve(queued.id).output_text == "a b"
         assert not server.worker_client.queue.pending
+
+
+def background_events(server: Server, id: str, after: int = -1) -> list[dict[str, Any]]:
+    """Read the events of a background response after a number, until its end."""
+    query = {"stream": "true"} | ({"starting_after": str(after)} if after >= 0 else {})
+    return events(get_response(server, id, **query), after + 1)
+
+
+def test_a_lost_stream_of_a_background_response_is_resumed() -> None:
+    generator = FakeGenerator()
+    generator.gate.clear()
+    generator.one_by_one = True
+    with serving(load_chat=lambda: generator) as server:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        text = "say a b c d"
+        stream = sdk.responses.create(model="demo", input=text, background=True, stream=True)
+        created, queued = next(stream), next(stream)
+        assert (created.type, queued.type) == ("response.created", "response.queued")
+        assert created.type == "response.created"
+        id = created.response.id
+        stream.close()  # before the first token
+        generator.gate.set()
+        generator.permits.release(2)
+        begun: list[Any] = []
+        for event in sdk.responses.retrieve(id, stream=True):
+            begun.append(event)
+            if event.type == "response.output_text.delta":
+                break
+        assert [event.sequence_number for event in begun] == [*range(len(begun))]
+        generator.release()
+        last = begun[-1].sequence_number
+        rest = [*sdk.responses.retrieve(id, stream=True, starting_after=last)]
+        assert [event.sequence_number for event in rest] == [*range(last + 1, last + 1 + len(rest))]
+        assert rest[-1].type == "response.completed"
+        assert rest[-1].response.output_text == "a b c d"
+        assert generator.dropped == []
+        whole = background_events(server, id)  # also after the end
+        assert whole[0]["type"] == "response.created"
+        assert [event["type"] for event in whole[last + 1 :]] == [event.type for event in rest]
+        assert background_events(server, id, whole[-2]["sequence_number"]) == whole[-1:]
+        assert whole[-1]["response"] == get_response(server, id).json()
+
+
+@pytest.mark.parametrize("text", ["long", "bad"])
+def test_two_readers_of_a_background_response_get_its_end(text: str) -> None:
+    generator = FakeGenerator()
+    generator.gate.clear()
+    with serving(load_chat=lambda: generator) as server, ThreadPoolExecutor(2) as pool:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        stream = sdk.responses.create(model="demo", input=text, background=True, stream=True)
+        opened: Any = next(stream)
+        id = opened.response.id
+        readers = [pool.submit(get_response, server, id, stream="true") for _ in range(2)]
+        generator.gate.set()
+        if text == "long":
+            assert generator.responded.wait(60)
+            cancel(server, id)
+        end = "response.failed" if text == "bad" else "response.cancelled"
+        first, second = [reader.result().text for reader in readers]
+        assert first == second
+        assert first.count(f"event: {end}\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "query", "param"),
+    [
+        ({}, {"stream": "true"}, "stream"),
+        ({"background": True}, {"stream": "true"}, "stream"),
+        ({"background": True, "stream": True}, {"stream": "true", "starting_after": "9999"},
+         "starting_after"),
+        ({}, {"starting_after": "1"}, "starting_after"),
+        ({}, {"stream": "true", "starting_after": "x"}, "starting_after"),
+    ],
+)  # fmt: skip
+def test_events_that_are_not_kept_are_refused(
+    server: Server, fields: dict[str, Any], query: dict[str, str], param: str
+) -> None:
+    answer = respond(server, **fields)
+    id = events(answer)[-1]["response"]["id"] if "stream" in fields else answer.json()["id"]
+    refused = get_response(server, id, **query)
+    assert refused.status_code == 400
+    assert error_of(refused)["param"] == param
+
+
+def test_events_beyond_their_bound_are_replaced_by_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_EVENT_BYTES", 2_500)
+    with serving(load_chat=FakeGenerator) as server:
+        got = events(respond(server, "say a b c d e", background=True, stream=True))
+        assert [event["type"] for event in got[:2]] == ["response.created", "response.queued"]
+        assert got[-1]["type"] == "response.completed"
+        assert output_texts(got[-1]["response"]) == [("message", "a b c d e")]
+        assert len(got) < 6
 
 
 def test_background_response_continues_after_a_disconnect() -> None:

@@ -342,7 +342,6 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"metadata": {"a": 1}}, "metadata", "expected str"),
         ({"store": "yes"}, "store", "expected bool"),
         ({"background": True, "store": False}, "background", "store: false"),
-        ({"background": True, "stream": True}, "stream", "background"),
         ({"stream_options": {}}, "stream_options", "stream: true"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'huge'"),
         ({"reasoning": {"summary": "x"}}, "reasoning.summary", "'x'"),

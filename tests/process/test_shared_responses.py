@@ -1,5 +1,6 @@
 """Two server processes with one file of responses: background responses are found from both."""
 
+import json
 import os
 import signal
 import subprocess
@@ -120,6 +121,31 @@ def test_the_responses_of_a_killed_process_have_failed(processes: list[Process])
         assert other.call("GET", id + "/input_items").json()["data"] == []
         assert other.call("POST", id + "/cancel").json()["status"] == "failed"
     assert other.status(own) == "in_progress"
+
+
+def test_a_stream_is_resumed_from_another_process_when_its_own_is_killed(
+    processes: list[Process],
+) -> None:
+    owner, other = processes
+    body = {"input": "long", "background": True, "stream": True}
+    headers = {"authorization": "Bearer one"}
+    received: list[dict[str, Any]] = []
+    with CLIENT.stream("POST", owner.url, json=body, headers=headers) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                received.append(json.loads(line.removeprefix("data: ")))
+            if len(received) == 9:
+                break
+    id, last = received[0]["response"]["id"], received[-1]["sequence_number"]
+    assert other.call("GET", f"/{id}?stream=true", key="two").status_code == 404
+    owner.child.send_signal(signal.SIGKILL)
+    owner.child.wait(60)
+    resumed = other.call("GET", f"/{id}?stream=true&starting_after={last}")
+    data = [line for line in resumed.text.splitlines() if line.startswith("data: ")]
+    received += [json.loads(line.removeprefix("data: ")) for line in data]
+    assert [event["sequence_number"] for event in received] == [*range(len(received))]
+    assert received[-1]["type"] == "response.failed"
+    assert "has ended" in received[-1]["response"]["error"]["message"]
 
 
 def test_a_process_that_is_stopped_for_long_keeps_its_responses(processes: list[Process]) -> None:

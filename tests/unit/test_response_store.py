@@ -14,7 +14,14 @@ from unittest.mock import Mock
 import orjson
 import pytest
 
-from server.apis.openai.responses.store import Count, NotStored, ResponseStore, Stored
+from batching.errors import InvalidInput
+from server.apis.openai.responses.store import (
+    EVENTS_S,
+    Count,
+    NotStored,
+    ResponseStore,
+    Stored,
+)
 from server.apis.openai.sqlite_store import owner_of, storage_namespace, use_write_ahead_log
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
@@ -381,3 +388,33 @@ def test_the_switch_to_a_write_ahead_log_is_repeated_while_another_process_switc
     with pytest.raises(sqlite3.OperationalError, match="full"):
         use_write_ahead_log(Mock(execute=Mock(side_effect=full)))
     assert len(waits) == 2
+
+
+# ── events ──
+
+
+def test_events_are_kept_for_a_time_and_count_while_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ResponseStore(":memory:")
+    store.put(OWNER, running("a"), is_generating=True)
+    for number in range(3):
+        store.add_event("a", number, b"event %d" % number)
+    assert store.events(MINE, "a", 0) == ([b"event 1", b"event 2"], True)
+    with pytest.raises(NotStored):
+        store.events(OTHER, "a", 0)
+    done = running("a").response | {"status": "completed"}
+    store.put(OWNER, Stored(done, []))
+    [last], is_generating = store.events(MINE, "a", 2)
+    assert last.startswith(b"event: response.completed\ndata: ")
+    assert b'"sequence_number":3' in last
+    assert not is_generating
+    _, size = store.totals
+    store.remove_expired()
+    assert store.totals == (1, size)
+    later = time.time() + EVENTS_S + 2
+    monkeypatch.setattr(time, "time", lambda: later)
+    store.remove_expired()
+    assert store.totals == (1, size - len(last) - 3 * len(b"event 0"))
+    with pytest.raises(InvalidInput, match="within an hour"):
+        store.events(MINE, "a", 2)

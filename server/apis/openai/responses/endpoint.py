@@ -4,7 +4,8 @@
 
 The path of every generation request (endpoint.py), with a store. A background response is
 a job (jobs.py) until it has ended. It is found in the store from its beginning; where that
-is a file, other processes find it too, and may cancel it.
+is a file, other processes find it too, and may cancel it. A streamed one is read from there
+(event_stream.py), again if the connection is lost.
 """
 
 import asyncio
@@ -24,12 +25,13 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.types import Scope, Send
 
-from batching.errors import ClientGone, InvalidInput
+from batching.errors import ClientGone, InvalidInput, QueueFull
 from batching.fair_share import Priority
 from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.apis.openai.jobs import JobRunner, StoredJob
 from server.apis.openai.request_fields import convert, decode
 from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList, Response
+from server.apis.openai.responses.event_stream import StoredEvents
 from server.apis.openai.responses.events import ResponsesBuilder
 from server.apis.openai.responses.items import to_documents
 from server.apis.openai.responses.request import ParsedResponseRequest, ResponseRequest
@@ -67,6 +69,7 @@ TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
 MAX_FALLBACK_RESPONSES = 1000
 MAX_FALLBACK_BYTES = 64_000_000
+MAX_EVENT_BYTES = 16_000_000  # of one response
 POLL_S = 0.1  # how often the end of a response that another process generates is looked for
 
 T = TypeVar("T")
@@ -92,6 +95,9 @@ class BackgroundJob(StoredJob):
         self.endpoint, self.scope, self.stream = endpoint, scope, stream
         self.builder, self.transfer = builder, transfer
         self.stored = asyncio.Event()  # in the store, from its beginning
+        self.added = asyncio.Event()  # an event, to the store
+        self._keeps_events = builder.streams
+        self._count = self._event_bytes = 0  # of kept events
 
     def abort(self) -> None:
         for item in self.stream.items:
@@ -104,12 +110,15 @@ class BackgroundJob(StoredJob):
         with stream:
             try:
                 await store(is_generating=True)
+                for event in builder.queue() if builder.streams else ():
+                    await self._keep(event)
                 self.stored.set()
                 events = build_events(builder, stream, await stream.read())
-                await anext(events, None)
+                first = await anext(events, b"")
                 await store(is_generating=True)  # in progress
-                async for _ in events:
-                    pass  # events are built for their effect on the response
+                await self._keep(first)
+                async for event in events:  # built for their effect on the response, too
+                    await self._keep(event)
             except ClientGone:
                 builder.abort("cancelled")
             except Exception as error:
@@ -120,7 +129,39 @@ class BackgroundJob(StoredJob):
             await store()
         finally:
             self.stored.set()
+            self.added.set()
             self.endpoint.background_memory.release(self.transfer)
+
+    @property
+    def store(self) -> ResponseStore:
+        """The store with the response and its events."""
+        endpoint = self.endpoint
+        return endpoint.store if self.builder.response.store else endpoint.fallback_store
+
+    async def _keep(self, event: bytes) -> None:
+        """Add an event to the store, unless there are too many: the last one has the response."""
+        if not self._keeps_events or event in (b"", self.builder.keep_alive):
+            return
+        try:
+            self._event_bytes += len(event)
+            if self._event_bytes > MAX_EVENT_BYTES:
+                raise QueueFull(f"they exceed {MAX_EVENT_BYTES} bytes")
+            self.endpoint.background_memory.take(self.transfer, len(event))
+            await run_sync(self.store.add_event, self.id, self._count, event)
+        except (QueueFull, OSError, sqlite3.Error) as error:
+            self._keeps_events = False
+            log.warning("further events not stored id=%s error=%.200r", self.id, error)
+        self._count += 1
+        self.added.set()
+
+
+class Retrieval(Struct):
+    """The query of a response."""
+
+    stream: Annotated[bool, Meta(description="The events of one with background and stream")] = (
+        False
+    )
+    starting_after: Annotated[int, Meta(ge=0, description="The number of an event")] | None = None
 
 
 class Page(Struct):
@@ -224,9 +265,13 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         scope = incoming.scope
         if request.body.background:
             job = self._start_job(incoming, request)
-            response = to_json(job.builder.response)
+            response, headers = to_json(job.builder.response), job.builder.headers
             await job.stored.wait()
-            return await send_json(send, response, headers=job.builder.headers)
+            if not job.builder.streams:
+                return await send_json(send, response, headers=headers)
+            assert incoming.receive
+            events = StoredEvents(job.store, job.namespace, job.id, -1, job.added, headers)
+            return await events(scope, incoming.receive, send)
         with self.submit(incoming, request) as stream:
             builder = self.builder(request, stream.usage)
             before_end = partial(self.store_response, owner_from(scope), builder)
@@ -272,18 +317,42 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     # ── a response by its id ──
 
-    @Operation("GET /v1/responses/{id}", "A response", Response, errors=[400])
+    @Operation(
+        "GET /v1/responses/{id}",
+        "A response",
+        Response,
+        stream="With stream=true, those after the event of number starting_after.",
+        query=Retrieval,
+    )
     @Operation("DELETE /v1/responses/{id}", "Delete a response", Deleted)
-    async def retrieve_or_delete(self, request: Request) -> bytes | Deleted:
+    async def retrieve_or_delete(self, request: Request) -> bytes | Deleted | StoredEvents:
         scope, id = request.scope, request.path_params["id"]
         if request.method == "DELETE":
             await self._cancel(owner_from(scope), id)
             await self._in_stores(ResponseStore.delete, scope, id)
             return Deleted(id, "response", deleted=True)
-        if request.query_params.get("stream", "false") != "false":
-            raise InvalidInput.at("stream", "must be false: a stored response is sent whole")
+        query = convert(dict(request.query_params), Retrieval, strict=False)
+        if query.stream:
+            return await self._follow(scope, id, query.starting_after)
+        if query.starting_after is not None:
+            raise InvalidInput.at("starting_after", "requires stream: true")
         read = partial(ResponseStore.response, count=counter(scope))
         return await self._in_stores(read, scope, id)
+
+    async def _follow(self, scope: Scope, id: str, starting_after: int | None) -> StoredEvents:
+        """Return the events of a background response, of any process."""
+        after, namespace = (
+            -1 if starting_after is None else starting_after,
+            owner_from(scope).namespace,
+        )
+        job = self.jobs.find(BackgroundJob, namespace, id)
+
+        def find(store: ResponseStore, namespace: bytes, id: str) -> ResponseStore:
+            store.events(namespace, id, after)
+            return store
+
+        store = await self._in_stores(find, scope, id)
+        return StoredEvents(store, namespace, id, after, job.added if job else asyncio.Event())
 
     @Operation(
         "GET /v1/responses/{id}/input_items",

@@ -114,11 +114,17 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
     def entries(self, delta: Delta) -> int:
         return len(delta.logprobs) + len(delta.prompt_logprobs)
 
+    def queue(self) -> Iterator[bytes]:
+        """Yield the events of a response that waits in the background."""
+        yield self._frame(self._event("created"))
+        yield self._frame(self._event("queued"))
+
     def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         self._set_defaults()
         self.response.status = "in_progress"
-        for name in ("created", "in_progress"):
-            yield self._frame(self._event(name))
+        if not self._events:
+            yield self._frame(self._event("created"))
+        yield self._frame(self._event("in_progress"))
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         self._is_truncated = self._is_truncated or delta.finish_reason == "length"

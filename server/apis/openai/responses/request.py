@@ -136,8 +136,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("top_logprobs", f"requires {LOGPROBS} in include")
         if self.background and self.store is False:
             raise InvalidInput.at("background", "cannot be combined with store: false")
-        if self.background and self.stream:
-            raise InvalidInput.at("stream", "cannot be combined with background: true")
 
     def callable_tools(self, items: Sequence[Document]) -> "ToolSet":
         """Return the tools of the request and those of items, which replace earlier ones of their

@@ -5,22 +5,28 @@ responses, loses its least recently used ones. A conversation is a chain of resp
 own input only.
 
 Processes on one machine may share a file. A background response is stored from its beginning, and
-in the table `generating` until it has ended. It has failed if its process ends before.
+in the table `generating` until it has ended. It has failed if its process ends before. The events
+of a streamed one are kept beside it for EVENTS_S; the last is added with its final state.
 """
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from batching.errors import InvalidInput
 from server.apis.openai.sqlite_store import Owner, SqliteStore
 from server.http.json import Document
+from server.http.sse import named_frame
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
+EVENTS_S = 3600
+MAX_READ_EVENTS = 256
 ENDED = "the server process that generated the response has ended"
 
 # `used` is 0 while a response is generated: it is not dropped, and not counted.
@@ -48,8 +54,16 @@ CREATE TABLE IF NOT EXISTS generating (
     process TEXT NOT NULL,
     is_cancelled INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE IF NOT EXISTS events (
+    id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    event BLOB NOT NULL,
+    added_at INTEGER NOT NULL,
+    PRIMARY KEY (id, number)
+) WITHOUT ROWID;
 """
 
+EVENT_BYTES = "(SELECT coalesce(sum(length(event)), 0) FROM events WHERE events.id = responses.id)"
 NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
 
 
@@ -123,6 +137,11 @@ class ResponseStore(SqliteStore):
         item_ids = {item["id"] for item in (*stored.input, *stored.response["output"])}
         items = [(owner.namespace, item_id, id) for item_id in item_ids]
         self._database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
+        [count] = execute("SELECT max(number) + 1 FROM events WHERE id = ?", (id,)).fetchone()
+        if count is not None:
+            last = {"type": f"response.{document['status']}", "response": document}
+            self._add_event(id, count, named_frame(last | {"sequence_number": count}))
+            execute(f"UPDATE responses SET size = size + {EVENT_BYTES} WHERE id = ?", (id,))
         self._drop()
 
     # ── background responses that have not ended ──
@@ -166,6 +185,48 @@ class ResponseStore(SqliteStore):
                         error = {"code": "server_error", "message": ENDED}
                         failed = orjson.loads(response) | {"status": "failed", "error": error}
                         self._put(Owner(*owner), Stored(failed, []))
+
+    # ── events ──
+
+    def add_event(self, id: str, number: int, event: bytes) -> None:
+        """Keep an event of a response that is generated."""
+        with self._lock, self._database:
+            self._add_event(id, number, event)
+
+    def _add_event(self, id: str, number: int, event: bytes) -> None:
+        added = "INSERT INTO events VALUES (?, ?, ?, ?)"
+        self._database.execute(added, (id, number, event, int(time.time())))
+
+    def events(self, namespace: bytes, id: str, after: int) -> tuple[list[bytes], bool]:
+        """Return the next events after a number, and whether the response is generated. Raises
+        InvalidInput if they are not kept."""
+        is_generating = self.is_generating(namespace, id)  # first: the last event ends it
+        self._row("id", namespace, id)
+        select = "SELECT event FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT ?"
+        kept = "SELECT min(number), max(number) FROM events WHERE id = ?"
+        with self._lock:
+            first, last = self._database.execute(kept, (id,)).fetchone()
+            if first is None:
+                reason = "with background: true and stream: true, within an hour"
+                raise InvalidInput.at("stream", f"is for responses created {reason}")
+            if not first <= after + 1 <= last + 1:
+                reason = f"the events {first} to {last} are kept"
+                raise InvalidInput.at("starting_after", f"is {after}; {reason}")
+            rows = self._database.execute(select, (id, after, MAX_READ_EVENTS))
+            return [event for [event] in rows], is_generating
+
+    def remove_expired(self) -> None:
+        old, expired = (
+            int(time.time()) - EVENTS_S,
+            "DELETE FROM events WHERE added_at < ? RETURNING id",
+        )
+        resized = (
+            f"UPDATE responses SET size = length(response) + length(input) + {EVENT_BYTES} "
+            "WHERE id = ? AND used"
+        )
+        with self._lock, self._database as database:
+            ids = {*database.execute(expired, (old,)).fetchall()}
+            database.executemany(resized, ids)
 
     # ── stored responses ──
 
