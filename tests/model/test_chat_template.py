@@ -91,7 +91,7 @@ def test_variables_have_defaults_that_a_request_overrides() -> None:
     template = ChatTemplate(tokenizer, {"enable_thinking": True})
     assert [template.reasoning_requested(chat) for chat in (unset, high)] == [True, True]
     assert not template.reasoning_requested(Chat(HI, effort="none"))
-    assert not ChatTemplate(tokenizer).reasoning_requested(unset)
+    assert ChatTemplate(tokenizer).reasoning_requested(unset)  # the template's own default
     with pytest.raises(ValueError, match="CHAT_TEMPLATE_KWARGS: messages is not a variable"):
         ChatTemplate(tokenizer, {"messages": []})
 
@@ -117,9 +117,32 @@ def test_reasoning_is_switched_by_each_variable_unless_a_request_does(
     assert ChatTemplate(llama_tokenizer(SWITCHED)).render(Chat(HI)).text == "  hi"
 
 
-def test_reasoning_is_not_requested_of_a_template_without_a_switch() -> None:
-    template = ChatTemplate(llama_tokenizer("{{ messages[0].content }}"), reasoning="on")
-    assert not template.reasoning_requested(Chat(HI))
+SHOWN = (
+    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: GENERATE{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "default"),
+    [
+        ("{{ messages[0].content }}", False),
+        (SHOWN.replace("GENERATE", ""), True),  # without a switch
+        (SHOWN.replace("GENERATE", "{% if enable_thinking is false %}<think></think>{% endif %}"),
+         True),
+        (SHOWN.replace("GENERATE", "{% if not thinking %}<think></think>{% endif %}"), False),
+        (SHOWN.replace("GENERATE", "{{ '/think' if thinking else '' }}"), False),
+        (SHOWN.replace("GENERATE", "{{ reasoning_effort or 'medium' }}"), True),
+        (SHOWN.replace("GENERATE", "{{ reasoning_effort or 'none' }}"), False),
+    ],
+)  # fmt: skip
+def test_reasoning_is_requested_where_it_is_the_default(source: str, default: bool) -> None:
+    template = ChatTemplate(llama_tokenizer(source), reasoning="auto")
+    assert template.reasoning_requested(Chat(HI)) == default
+    assert not template.reasoning_requested(Chat(HI, effort="none"))
+    off = Chat(HI, template_kwargs={"enable_thinking": False, "thinking": False})
+    assert not template.reasoning_requested(off)
 
 
 def test_the_settings_reach_the_template_and_the_sampling() -> None:

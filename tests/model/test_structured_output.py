@@ -14,12 +14,20 @@ import pytest
 from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import Driver, Request, Served, prepare, serve, when_ready
-from tests.tiny_chat import asking, engine
+from tests.tiny_chat import engine
 from worker.backends.cached_runner import CachedRunner
 from worker.engines.generation import engine as engine_module
 from worker.engines.generation.loading import cached_engine
 from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 from worker.model.language_model import GeneratorOptions, load_language_model
+
+
+def asking(*arguments: Any, **fields: Any) -> Request:
+    """Ask without reasoning, unless the fields are about it."""
+    if not {"effort", "variables", "thinking_tokens"} & fields.keys():
+        fields["effort"] = "none"
+    return tiny_chat.asking(*arguments, **fields)
+
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "flat": {
@@ -556,19 +564,27 @@ def closing(seed: int, more: float = 1.5) -> Sampling:
     return Sampling(temperature=1.0, seed=seed, logit_bias={delimiter: more})
 
 
-def test_model_may_open_its_reasoning_before_the_document() -> None:
+@pytest.mark.parametrize("effort", ["high", None])
+@pytest.mark.parametrize("answer", ["document", "call"])
+def test_model_may_open_its_reasoning_before_its_answer(answer: str, effort: str | None) -> None:
+    """As its template does by default. The schema binds the answer alone."""
     opens = tiny_chat.tokenizer().convert_tokens_to_ids("<think>")
-    sampling = Sampling(temperature=1.0, seed=1, logit_bias={opens: 20.0})
-    requests = asking(
-        sampling=sampling, constraint=schema("flat"), effort="high", thinking_tokens=5
-    )
-    [choice] = alone(requests).choices
+    fields: dict[str, Any] = {
+        "sampling": Sampling(temperature=1.0, seed=1, logit_bias={opens: 20.0}),
+        "constraint": schema("flat") if answer == "document" else None,
+        "tools": TOOLS,
+        "tool_policy": None if answer == "document" else ToolCallPolicy(NAMES, required=True),
+    }
+    kind = "content" if answer == "document" else "call"
+    [choice] = alone(asking(**fields, effort=effort, thinking_tokens=5)).choices
     assert choice.reasoning_tokens == 6  # and the token that ends it
-    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
-    for effort in ("none", None):
-        off = asking(sampling=sampling, constraint=schema("flat"), effort=effort)
-        [choice] = alone(off).choices
-        assert [part.kind for part in choice.parts] == ["content"]
+    assert {part.kind for part in choice.parts} - {"reasoning"} == {kind}
+    assert "</think>" not in choice.text
+    if answer == "document":
+        assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
+    for off in ({"effort": "none"}, {"variables": {"enable_thinking": False}}):
+        [choice] = alone(asking(**fields, **off)).choices
+        assert {part.kind for part in choice.parts} == {kind}
         assert choice.reasoning_tokens == 0
 
 

@@ -125,6 +125,7 @@ class ChatTemplate:
             self.shows_tools or shows_tools(prompt) or not self.try_render([QUESTION])
         )
         self.reasoning_start = self._find_reasoning_start()
+        self._reasons_by_default = self._find_reasoning_default()
         self._unrepeated_ends = self._find_unrepeated_ends()
         lacks = [*profile.lacks]
         if not self.takes_tools:
@@ -171,6 +172,19 @@ class ChatTemplate:
         opened = self.output_format.reasoning_at_end(prompt)
         is_open = opened and not self.output_format.ends_reasoning(opened)
         return () if reasoning is None or not prompt or is_open else self._encode(reasoning[0])
+
+    def _find_reasoning_default(self) -> bool:
+        """Return whether the model reasons unless a request switches it off: the template has no
+        switch, or its default is that of an effort, or a switch closes what is open by default."""
+        default = self.try_render([QUESTION])
+        if not self._effort_variables:
+            return self.output_format.reasoning is not None
+        if EFFORT in self._effort_variables:
+            efforts = "low", "medium", "high"
+            return default in [self.try_render([QUESTION], **{EFFORT: name}) for name in efforts]
+        switched: dict[str, Any] = dict.fromkeys(SWITCHES, False)
+        off = self.try_render([QUESTION], **switched)
+        return off != default and self.output_format.ends_reasoning(off.removeprefix(default))
 
     def history_len(self, rendered: RenderedPrompt, ids: Sequence[int]) -> int:
         """Return how many leading tokens of a prompt the conversation's next prompt repeats: all
@@ -248,10 +262,12 @@ class ChatTemplate:
             raise InvalidInput(f"the model's chat template {why}", "messages") from error
 
     def reasoning_requested(self, chat: Chat) -> bool:
-        """Return whether a chat enables reasoning, or the defaults do."""
+        """Return whether a chat enables reasoning, or the defaults do, the template's own last."""
         variables = self._variables(chat)
-        switched = any(variables.get(switch) for switch in SWITCHES)
-        return switched or chat.effort not in (None, "none")
+        switches = [variables[switch] for switch in SWITCHES if switch in variables]
+        if not switches and chat.effort is None:
+            return self._reasons_by_default
+        return any(switches) or chat.effort not in (None, "none")
 
     def _variables(self, chat: Chat) -> dict[str, Any]:
         """Return the values of the template's variables: the chat's own, those for its reasoning
