@@ -13,15 +13,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from worker.cgroups import cgroup_folders, lines_of
+
 log = logging.getLogger("onequeue.cores")
 
-CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 # There are too many threads if the worker's thread computes in less than this share of its turns.
@@ -54,7 +55,7 @@ def find_cores(pinning: str, requested: int | None) -> Cores | None:
     if not (allowed := affinity(0)):
         return None
     siblings = {core: first_line(TOPOLOGY.format(core)) for core in allowed}
-    quota = cpu_quota(CGROUPS, lines_of("/proc/self/cgroup"))
+    quota = cpu_quota(Path("/proc/self"))
     return choose_cores(allowed, siblings, quota, requested, pinning)
 
 
@@ -147,21 +148,10 @@ def affinity(thread: int) -> set[int]:
 # ── the cgroup's quota ──
 
 
-def cpu_quota(cgroups: Path, membership: Iterable[str]) -> float | None:
-    """Return the CPU time that the process may use, in cores: the least of its cgroup and those
-    above, version 2 or 1; None without a limit. `membership`: the lines of /proc/self/cgroup."""
-    return min((quota for line in membership for quota in _quotas(cgroups, line)), default=None)
-
-
-def _quotas(cgroups: Path, line: str) -> Iterator[float]:
-    _, controllers, path = line.split(":", 2)
-    root = cgroups / controllers
-    if controllers and "cpu" not in controllers.split(","):
-        return
-    group = root / path.strip("/")
-    for folder in (group, *group.parents):  # in a container the path may be the host's
-        if folder.is_relative_to(root) and (quota := _quota(folder)):
-            yield quota
+def cpu_quota(process: Path) -> float | None:
+    """Return the CPU time that a process may use, in cores: the least of its control group and
+    those above, version 2 or 1; None without a limit. `process`: its folder in /proc."""
+    return min(filter(None, map(_quota, cgroup_folders(process, "cpu"))), default=None)
 
 
 def _quota(folder: Path) -> float | None:
@@ -173,14 +163,6 @@ def _quota(folder: Path) -> float | None:
 
 def first_line(path: str | Path) -> str:
     return next(iter(lines_of(path)), "").strip()
-
-
-def lines_of(path: str | Path) -> list[str]:
-    """Return a file's lines; none if it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 # ── while serving ──
