@@ -4,7 +4,6 @@ Covers the path and dtype of a checkpoint, the check that it fits into memory, i
 log, and the weights that it lacks. How a model runs is decided by the package of its task.
 """
 
-import json
 import logging
 import math
 import re
@@ -43,7 +42,13 @@ from worker.backends.quantization import (
     memory_factor,
     quantization_arguments,
 )
-from worker.checkpoint_files import count_problem, file_problem, folder_problem, shards_of
+from worker.checkpoint_files import (
+    count_problem,
+    file_problem,
+    folder_problem,
+    read_config,
+    weight_files,
+)
 from worker.device.device import choose_device, free_bytes
 from worker.error_classification import failure_of, first_line
 from worker.load_context import (
@@ -426,9 +431,10 @@ def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
     """Yield the bytes of each tensor after loading."""
     folder = Path(path)
     dequantized = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    section = _quantization_config(folder)
-    factor = memory_factor(section, device, dequantized.itemsize) if section else 1.0
-    for file in _weight_files(folder):
+    section = read_config(folder).get("quantization_config")
+    is_quantized = isinstance(section, dict) and section
+    factor = memory_factor(section, device, dequantized.itemsize) if is_quantized else 1.0
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
@@ -440,25 +446,6 @@ def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
                 if dtype != "auto":
                     itemsize = getattr(torch, dtype).itemsize
                 yield count * itemsize
-
-
-def _quantization_config(folder: Path) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint; empty if it has none."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    section = config.get("quantization_config") if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads."""
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
-    if (index := folder / "model.safetensors.index.json").is_file():
-        return shards_of(index)
-    return []
 
 
 @dataclass(frozen=True, slots=True)
