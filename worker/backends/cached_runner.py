@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from batching.block_pool import BlockTable
-from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
 from worker.backends.recurrent import CACHE_NAMES
 from worker.device.async_copy import fill_placeholders, to_device
@@ -32,7 +31,7 @@ from worker.device.self_check import (
     length_beyond_windows,
     narrowed,
 )
-from worker.error_classification import failure_of, first_line
+from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
@@ -228,9 +227,7 @@ class CachedRunner:
             index = to_device(rows, self.device)
             state.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
             return CacheState(state.name, state.cache, state.tokens)
-        except Exception as error:  # such as a copy that does not fit into memory
-            if isinstance(failure_of(error), DeviceLost):
-                raise
+        except Exception:  # such as a copy that does not fit into memory
             return None
 
     def _call(self, inputs: dict[str, Any], use_cache: bool, rows: int | Tensor) -> Any:
@@ -290,7 +287,7 @@ class CachedRunner:
                 ) from error
             self.uses_cache = False
             self._check_length(longest)
-            self._fall_back("cached states", error, "the recomputed text", RECOMPUTED)
+            language.fall_back("cached states", error, "the recomputed text", RECOMPUTED)
             return
         if self.batches_rows:
             tolerance = max(BATCHED_TOLERANCE, TOLERANCE[language.dtype])
@@ -298,13 +295,8 @@ class CachedRunner:
             try:
                 reference.check(self._run_steps(texts[1:]), tolerance)
             except Exception as error:
-                self._fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
+                language.fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
                 self.batches_rows = False
-
-    def _fall_back(self, refused: str, error: Exception, serves: str, lost: str) -> None:
-        if isinstance(failure_of(error), DeviceLost):
-            raise error
-        self.language.fall_back(refused, error, serves, lost)
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -328,8 +320,6 @@ class CachedRunner:
             logits = torch.cat(output.logits).to(self.language.dtype)  # which are float32 copies
             return output.sequences[0, :-1].tolist(), logits
         except Exception as error:
-            if isinstance(failure_of(error), DeviceLost):
-                raise
             log.info("not compared with generate: %.200s", first_line(error))
         text = [*prompt, *[prompt[0]] * (CHECK_STEPS - 1)]
         return text, self._recomputed([text])[0]
