@@ -431,7 +431,7 @@ def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
     """Yield the bytes of each tensor after loading."""
     folder = Path(path)
     dequantized = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    section = read_config(folder).get("quantization_config")
+    section: Any = read_config(folder).get("quantization_config")
     is_quantized = isinstance(section, dict) and section
     factor = memory_factor(section, device, dequantized.itemsize) if is_quantized else 1.0
     for file in weight_files(folder):

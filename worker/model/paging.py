@@ -101,7 +101,8 @@ def load_paged_runner(
     drafts = options.speculation == "auto" and language.device.type == "cpu"
     try:
         slots = state_slots(language, room, options.max_running, MAX_DRAFTS if drafts else 0)
-        blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
+        room -= slots.pool().num_slots * state_bytes(language)
+        blocks = cache_blocks(language, room, max_tokens)
     except LoadingFailed as error:
         raise too_small(str(error), options) from error
     max_model_len = min(length, blocks * BLOCK)

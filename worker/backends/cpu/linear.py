@@ -93,7 +93,7 @@ def pack_weights(
     packed = partial(unquantized_linear, bf16_weights=bf16_weights)
     use_linear_layers(model)
     extra = 0 if bf16_weights else extra_bytes(model)
-    if not bf16_weights and not has_memory(model, free_bytes):
+    if extra > MAX_COPY_SHARE * free_bytes:
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", extra / 1e9)
         return
     if extra:
@@ -135,11 +135,6 @@ def extra_bytes(model: nn.Module) -> int:
     """Return how many bytes more the packed weights take than the plain ones."""
     numbers, dtype = _linear_weights(model)
     return numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
-
-
-def has_memory(model: nn.Module, free_bytes: int) -> bool:
-    """Return whether there is enough memory to pack the weights."""
-    return extra_bytes(model) <= MAX_COPY_SHARE * free_bytes
 
 
 def unpack_weights(model: nn.Module) -> None:
