@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,12 +25,7 @@ from torch.nn.modules.module import (
 )
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_log
-from transformers.utils.import_utils import (
-    KERNELS_MAX_VERSION,
-    KERNELS_MIN_VERSION,
-    is_accelerate_available,
-    is_kernels_available,
-)
+from transformers.utils.import_utils import is_accelerate_available
 
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
 from worker.backends.gptq import drop_int4_grids
@@ -74,8 +68,6 @@ log = logging.getLogger("onequeue.loading")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 GB = 1e9
-# Modules with the kernels of attention backends. The package kernels downloads them, too.
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 # COMPILE=auto skips smaller models: compiling takes a minute and gains little.
 MIN_COMPILED_PARAMETERS = 10_000_000
 # Bytes of an element, for the safetensors dtypes that DTYPE converts.
@@ -262,8 +254,9 @@ def checkpoint_path(model: str, demo: str) -> str:
         check_packages("GGUF is read by transformers", PACKAGES["gguf"])
         _check_counts(str(Path(path).parent), len(gguf_header(path).tensors), Path(path).name)
         return path
-    if not is_path(path) and split_revision(path)[1]:
-        path = snapshot_folder(path)
+    id, revision = split_revision(path)
+    if not is_path(path) and revision:
+        path = snapshot_download(id, revision=revision, allow_patterns=LOADED_FILES)
     if not is_path(path):
         _check_counts(path)
     elif problem := folder_problem(Path(path)):
@@ -280,27 +273,9 @@ def _check_counts(path: str, tensors: int = 0, gguf: str | None = None) -> None:
             raise LoadingFailed(problem)
 
 
-def snapshot_folder(model: str) -> str:
-    """Return the folder with the files of a revision, ID@REVISION, downloaded if they are not in
-    the cache."""
-    id, revision = split_revision(model)
-    return snapshot_download(id, revision=revision, allow_patterns=LOADED_FILES)
-
-
 def attention_keywords(attention: str) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` for the ATTN_IMPLEMENTATION setting. Raise
-    LoadingFailed if it needs a package that is missing."""
-    if attention == "auto":
-        return {}
-    package = FLASH_PACKAGES.get(attention, "kernels" if "/" in attention else "")
-    is_missing = bool(package) and find_spec(package) is None and not is_kernels_available()
-    if is_missing:
-        kernels = f"'kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}'"
-        packages = kernels if "/" in attention else f"{package.replace('_', '-')} or {kernels}"
-        raise LoadingFailed(
-            f"ATTN_IMPLEMENTATION={attention} needs the package {packages}: install it, or use sdpa"
-        )
-    return {"attn_implementation": attention}
+    """Return the arguments of `from_pretrained` for the ATTN_IMPLEMENTATION setting."""
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def log_own_attention(attention: str, place: str) -> None:
