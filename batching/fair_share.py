@@ -86,9 +86,19 @@ class Shares:
 
     def take(self, owner: WorkOwner, units: float = 1) -> None:
         """Add what an item holds."""
+        self._add(owner, units, 1)
+
+    def give_back(self, owner: WorkOwner, units: float = 1) -> None:
+        """Remove what an item has held."""
+        self._add(owner, -units, -1)
+
+    def _add(self, owner: WorkOwner, units: float, items: int) -> None:
         holding = self._holdings[()]
         holding.units += units
-        holding.items += 1
+        holding.items += items
+        if not holding.items:
+            self._holdings = {(): _Holding()}
+            return
         for path, weight in owner.levels:
             above, known = holding, self._holdings.get(path)
             if known is None:
@@ -96,20 +106,7 @@ class Shares:
                 above.weights += weight
             holding = known
             holding.units += units
-            holding.items += 1
-
-    def give_back(self, owner: WorkOwner, units: float = 1) -> None:
-        """Remove what an item has held."""
-        holding = self._holdings[()]
-        holding.units -= units
-        holding.items -= 1
-        if not holding.items:
-            self._holdings = {(): _Holding()}
-            return
-        for path, weight in owner.levels:
-            above, holding = holding, self._holdings[path]
-            holding.units -= units
-            holding.items -= 1
+            holding.items += items
             if not holding.items:
                 del self._holdings[path]
                 above.weights -= weight

@@ -52,12 +52,9 @@ TASK_PATTERNS: Mapping[str, str | None] = {
     r"ClapModel": "zero-shot-audio-classification",
     r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
 }
-# Why transformers 5 runs no pipeline with an architecture; TASK_PATTERNS come first.
-DROPPED_ARCHITECTURES: Mapping[str, str] = {
-    r".*(ForConditionalGeneration|MTModel)|.*ForQuestionAnswering|.*EncoderDecoderModel": (
-        "has no pipeline in transformers 5: serve a chat model with --chat-model instead"
-    ),
-}
+# Architectures without a pipeline in transformers 5; TASK_PATTERNS come first.
+DROPPED = r".*(ForConditionalGeneration|MTModel)|.*ForQuestionAnswering|.*EncoderDecoderModel"
+NO_PIPELINE = "has no pipeline in transformers 5: serve a chat model with --chat-model instead"
 CUSTOM_CODE = "needs Python code of its own (auto_map), which is never executed here"
 ENTAILMENT = re.compile("entail", re.IGNORECASE)  # starts a label of models for zero-shot
 # Tasks that need a head of their own, which other models lack.
@@ -105,11 +102,8 @@ def unserved_reason(config: Mapping[str, Any]) -> str:
     """Return why no task serves an architecture; empty if that is unknown."""
     if config.get("auto_map"):
         return CUSTOM_CODE
-    for name in architectures(config):
-        for pattern, reason in DROPPED_ARCHITECTURES.items():
-            if re.fullmatch(pattern, name):
-                return reason
-    return ""
+    is_dropped = any(re.fullmatch(DROPPED, name) for name in architectures(config))
+    return NO_PIPELINE if is_dropped else ""
 
 
 def tasks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
