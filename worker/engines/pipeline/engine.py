@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 from batching.batcher import DynamicBatcher
-from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
-from batching.request_queue import WorkItem, request_ids
+from batching.errors import OnequeueError, OutOfMemory
+from batching.request_queue import WorkItem
 from batching.step_times import StepTimes
 from worker.error_classification import run_in_halves
 from worker.messages.protocol import (
@@ -147,20 +147,15 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
             started_at = self._own_time()
             outputs = self.runner.forward([item.prepared for item in items])
             run.forward_s += self._own_time() - started_at
-            pairs = zip(items, outputs, strict=False)
-            rows = sum(item.rows for item, output in pairs if output is not CUT)
-            run.largest_rows = max(run.largest_rows, rows)
-            self.batcher.succeeded(rows)
-            if len(outputs) != len(items):
-                error = f"the model returned {len(outputs)} results for {len(items)} inputs"
-                log.error("%s ids=%s", error, request_ids(items))
-                run.failed += [(item, WrongResultCount(error)) for item in items]
-                return
-            for item, output in zip(items, outputs, strict=True):
+            rows = 0
+            for item, output in list(zip(items, outputs, strict=True)):
                 if output is CUT:
                     self._cut.append(item)
                 else:
                     run.outputs.append((item, output))
+                    rows += item.rows
+            run.largest_rows = max(run.largest_rows, rows)
+            self.batcher.succeeded(rows)
 
         def failed(items: Sequence[WorkItem], failure: OnequeueError) -> None:
             run.out_of_memory += isinstance(failure, OutOfMemory)
