@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILES = 10_000
-MAX_CONFIG_BYTES = 10_000_000
 POSITIONS = re.compile(r"(.*_)?positions?(_embeddings)?")
 MAX_POSITIONS = 1 << 27
 COUNTS = re.compile(r"(.*_)?(layers?|blocks|experts|depth)")
@@ -128,8 +127,6 @@ def _unreadable_config(folder: Path) -> str:
         file = folder / name
         if not file.is_file():
             continue
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            return f"its {name} is larger than {MAX_CONFIG_BYTES // 1_000_000} MB"
         content = file.read_bytes()
         if content.startswith(LFS_POINTER):
             return _pointer(name)

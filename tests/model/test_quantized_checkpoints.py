@@ -245,8 +245,8 @@ def test_gptq_tensors_that_do_not_fit_together_are_refused(kind: str, tmp_path: 
 
 def test_memory_for_gptq_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
     folder = str(write_gptq(tmp_path / "model")[0])
-    whole = needed_bytes(str(DEMO), "chat", "bfloat16", CPU)
-    assert needed_bytes(folder, "chat", "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
+    whole = needed_bytes(str(DEMO), "bfloat16", CPU)
+    assert needed_bytes(folder, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
 
 
 @pytest.mark.parametrize("write", [write_gptq, write_awq])
@@ -318,8 +318,8 @@ def test_the_weights_of_a_gguf_file_can_be_quantized_again(tmp_path: Path) -> No
 @needs("accelerate", "gguf")
 def test_memory_for_a_gguf_file_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
     file = str(write_gguf(tmp_path / "demo.gguf", "Q4_0"))
-    whole = needed_bytes(str(DEMO), "chat", "bfloat16", CPU)
-    assert needed_bytes(file, "chat", "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
+    whole = needed_bytes(str(DEMO), "bfloat16", CPU)
+    assert needed_bytes(file, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
 
 
 @needs("accelerate", "bitsandbytes")
@@ -339,5 +339,5 @@ def test_bitsandbytes_is_served_in_continuous_batches(
 
 def test_memory_for_fp8_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
     folder = str(write_fp8(tmp_path / "model"))
-    whole = needed_bytes(str(DEMO), "chat", "bfloat16", CPU)
-    assert needed_bytes(folder, "chat", "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
+    whole = needed_bytes(str(DEMO), "bfloat16", CPU)
+    assert needed_bytes(folder, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)

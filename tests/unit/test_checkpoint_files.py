@@ -78,7 +78,6 @@ def test_weights_beside_other_formats_are_served(folder: str, weights: str) -> N
             "the quantization_config in its config.json is not an",
         ),
         (POINTER, "is a pointer of Git LFS: run git lfs pull"),
-        (" " * 10_000_001, "its config.json is larger than 10 MB"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_is_explained(

@@ -330,7 +330,7 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
     On a CPU the largest tensor counts twice: a weight exists in both layouts while it is packed,
     and an output head that is tied to the embedding keeps both.
     """
-    needed, limit = _needed_bytes(path, dtype, device), remaining_bytes()
+    needed, limit = needed_bytes(path, dtype, device), remaining_bytes()
     if needed > limit:
         raise TooLittleMemory(
             f"its weights need {needed / GB:.1f} GB but MODELS_GB leaves {limit / GB:.1f} GB"
@@ -360,13 +360,9 @@ register_module_parameter_registration_hook(_count_built)
 register_module_buffer_registration_hook(_count_built)
 
 
-def needed_bytes(model: str, demo: str, dtype: str, device: torch.device) -> int:
+def needed_bytes(model: str, dtype: str, device: torch.device) -> int:
     """Return the bytes that loading a checkpoint takes, as `check_fits` counts them. A hub's model
     that is not on this machine counts with the size of its files; 0 if they cannot be listed."""
-    return _needed_bytes(local_path(model, demo), dtype, device)
-
-
-def _needed_bytes(model: str, dtype: str, device: torch.device) -> int:
     path, file = model, split_file(model)[1]
     if not is_path(model):
         id, revision = split_revision(split_file(model)[0])
