@@ -177,15 +177,6 @@ def idle_time(cores: Collection[int]) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Readings of clocks, in seconds. `idle`: of all cores; None if unknown."""
-
-    at: float
-    process: float
-    idle: float | None
-
-
 class ThreadTuner:
     """Adapts the number of OpenMP threads to the cores that other processes leave free.
 
@@ -212,7 +203,8 @@ class ThreadTuner:
         self._idle_clock = idle_clock or partial(idle_time, usable)
         self._began_at = self._cpu_at = 0.0  # of the turn that runs
         self._wall_s = self._cpu_s = 0.0  # of the turns since the last decision
-        self._times: CpuTimes | None = None  # at the last decision; None: not read
+        # the last reading: when, and the seconds that the process has computed or could have
+        self._usable: tuple[float, float] | None = None
 
     def begin_turn(self) -> None:
         self._began_at, self._cpu_at = self._clock(), self._cpu_clock()
@@ -243,18 +235,17 @@ class ThreadTuner:
             pass
         elif crowded and self._was_crowded and self.threads > 1:
             self.threads -= 1
-            self._next_at, self._times = now + MIN_INTERVAL_S, None
+            self._next_at, self._usable = now + MIN_INTERVAL_S, None
         elif self.threads < self._max_threads and (more := self._affordable(now)) > self.threads:
             self._trial = more
 
     def _affordable(self, now: float) -> int:
         """Return the number of threads that there are cores for, since the last call."""
-        before, times = self._times, CpuTimes(now, self._process_clock(), self._idle_clock())
-        self._times = times
+        if (idle_s := self._idle_clock()) is None:
+            return self._max_threads  # the trial shows it
+        usable_s = self._process_clock() + idle_s
+        before, self._usable = self._usable, (now, usable_s)
         if before is None:
             return self.threads
-        if before.idle is None or times.idle is None:
-            return self._max_threads  # the trial shows it
-        usable_s = times.process - before.process + times.idle - before.idle
-        cores = usable_s / (times.at - before.at)
+        cores = (usable_s - before[1]) / (now - before[0])
         return min(self._max_threads, int(cores + 1 - MIN_LAST_CORE))
