@@ -107,7 +107,7 @@ class ContinuousScheduler:
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         queue = self._waiting.get(_key_of(sequence), [])
-        _remove(queue, sequence)
+        queue.remove(sequence)
         self.num_waiting -= 1
         if not queue:
             del self._waiting[_key_of(sequence)]
@@ -118,7 +118,7 @@ class ContinuousScheduler:
         self._largest.clear()
 
     def _remove_running(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
+        self.running.remove(sequence)
         self._may_admit = True
         self._largest.clear()
         for holder in _holders(sequence):
@@ -497,14 +497,6 @@ def _holders(sequence: Sequence) -> tuple[abc.Hashable, abc.Hashable, abc.Hashab
     priority, owner = sequence.priority, sequence.owner
     client = priority, owner.client
     return client, (client, owner.flow), (priority, owner)
-
-
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    """Remove a sequence from a sorted queue; ValueError if it is not there."""
-    index = bisect.bisect_left(queue, sequence)
-    if queue[index : index + 1] != [sequence]:
-        raise ValueError("this sequence is not scheduled")
-    del queue[index]
 
 
 def _large_clients(
