@@ -186,7 +186,8 @@ def adaptable_layers(language: LanguageModel, run: Run) -> dict[str, tuple[int, 
 
     hooks = [
         module.register_forward_hook(partial(record, name))
-        for name, module in _leaves(language.model)
+        for name, module in language.model.named_modules()
+        if not [*module.children()] or type(module).__module__.startswith("worker.")
     ]
     spans = [Span(range(2), 0, first), Span(range(2, 4), 0, second)]
     states = [(StateSegment(width, NO_SLOT, slot),) for width, slot in ((first, 0), (second, 2))]
@@ -202,13 +203,3 @@ def adaptable_layers(language: LanguageModel, run: Run) -> dict[str, tuple[int, 
         for rows, width, outputs in calls
         if len(calls) == 1 and rows == first + second
     }
-
-
-def _leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules without children, and our own layers, which may have some."""
-    children = list(module.named_children())
-    if not children or type(module).__module__.startswith("worker."):
-        yield prefix, module
-        return
-    for name, child in children:
-        yield from _leaves(child, f"{prefix}.{name}" if prefix else name)
