@@ -181,12 +181,10 @@ def _run(commands: Sequence[str], folder: str, started: float) -> None:
         for number, command in enumerate(commands):
             with open(Path(folder, f"{number}.log"), "wb") as output:
                 process = subprocess.Popen(
-                    ["env", f"TMPDIR={folder}", *shlex.split(command)], stderr=output, cwd=folder,
-                    start_new_session=True,
+                    ["nice", f"-n{NICE}", "env", f"TMPDIR={folder}", *shlex.split(command)],
+                    stderr=output, cwd=folder, start_new_session=True,
                 )  # fmt: skip
             running.append(process)
-            with suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PGRP, process.pid, NICE)
         for number, process in enumerate(running):
             while process.poll() is None:
                 advance()
