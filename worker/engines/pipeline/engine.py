@@ -24,14 +24,12 @@ from worker.messages.protocol import (
     CUT,
     BatchReport,
     Fallback,
-    ModelInfo,
     OtherModels,
     Payload,
     Prepared,
     Raw,
     Runner,
     StepOutcome,
-    TextModel,
 )
 
 log = logging.getLogger("onequeue.worker")
@@ -64,6 +62,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
     ) -> None:
         batcher.packs = runner.info.batching == "packed"
         self.runner = runner
+        self.info, self.text_model = runner.info, runner.text_model
         self.batcher = batcher
         self.clock = clock
         self.times = StepTimes()  # of batches
@@ -71,14 +70,6 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         self._cut: list[WorkItem[Payload, Prepared]] = []  # items that wait again after the batch
         # start of the time that the next report with items covers; None: of the next step
         self._started_at: float | None = None
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.runner.info
-
-    @property
-    def text_model(self) -> TextModel | None:
-        return self.runner.text_model
 
     # ── in pool threads ──
 
