@@ -126,15 +126,12 @@ class ContinuousScheduler:
             if not self._held[holder]:
                 del self._held[holder]
 
-    def _holds(self, sequence: Sequence) -> Rank:
-        """Return the slots of a sequence's client, over its share, of its flow and request."""
-        client, flow, request = map(self._held.__getitem__, _holders(sequence))
-        return client / sequence.owner.share, flow, request
-
     def _rank(self, sequence: Sequence) -> Rank:
         """Return its place: of those that wait, the smallest is admitted first; of those that run,
-        the largest is preempted first."""
-        return sequence.priority, *self._holds(sequence), sequence.number
+        the largest is preempted first. A client's slots count over its share."""
+        client, flow, request = map(self._held.__getitem__, _holders(sequence))
+        share = sequence.owner.share
+        return sequence.priority, client / share, flow, request, sequence.number
 
     def _release(self, sequence: Sequence) -> None:
         """Free its blocks. The step in flight may still write to them: any step that reuses them

@@ -225,7 +225,7 @@ def test_a_language_model_at_the_root_leaves_memory_for_the_chat_model(
     monkeypatch.setattr(entries, "uses_language_model", lambda task, path: True)
     for model in served_models(settings, model_entries(settings, ()), {}):
         with pytest.raises(LookupError):
-            model.load()
+            model.load(lambda function: function())
         model.state = "ready"  # as if it was loaded
     assert loaded == [("b", later_caches), ("a", 0)][: 1 + later_caches]
 
