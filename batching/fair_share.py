@@ -158,14 +158,12 @@ class Owned(Protocol):
 T = TypeVar("T", bound=Owned)
 
 
+@dataclass(eq=False, slots=True)
 class _Clock:
-    __slots__ = ("order", "time", "waiting", "weight")
-
-    def __init__(self, weight: float, time: float) -> None:
-        self.weight = weight
-        self.time = time
-        self.order = -1  # among those of the same time
-        self.waiting = 0  # items
+    weight: float
+    time: float
+    order: int = -1  # among those of the same time
+    waiting: int = 0  # items
 
 
 class _Level:

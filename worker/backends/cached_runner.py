@@ -138,7 +138,7 @@ class CachedRunner:
         sequences without a cache."""
         groups: dict[Hashable, list[Sequence]] = {}
         for sequence in sequences:
-            slot = find_cache_slot(sequence)
+            slot = cache_slot(sequence)
             if slot and slot.tokens == len(sequence.tokens):
                 continue
             key: Hashable = id(sequence)
@@ -157,7 +157,7 @@ class CachedRunner:
         state = None
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
-            rows = [cache_slot(sequence).row for sequence in members]
+            rows = [slot.row for sequence in members if (slot := cache_slot(sequence))]
             if state and rows != list(range(len(group.logits))):
                 state = self.select_rows(state, rows)
         texts = [sequence.tokens for sequence in members]
@@ -178,6 +178,7 @@ class CachedRunner:
     def _logits(self, sequence: Sequence) -> Tensor:
         """Return [1, V] after the sequence's last token."""
         slot = cache_slot(sequence)
+        assert slot is not None
         return slot.group.logits[slot.row : slot.row + 1]
 
     def _prompt_logits(self, chunk: Chunk) -> Tensor:
@@ -363,17 +364,10 @@ def block_table(sequence: Sequence) -> BlockTable:
     return sequence.table
 
 
-def find_cache_slot(sequence: Sequence) -> CacheSlot | None:
+def cache_slot(sequence: Sequence) -> CacheSlot | None:
     """Return the running sequence's slot, None before its first step."""
     slot = block_table(sequence).runner_state
     assert slot is None or isinstance(slot, CacheSlot)
-    return slot
-
-
-def cache_slot(sequence: Sequence) -> CacheSlot:
-    """Return the slot of a sequence that has run."""
-    slot = find_cache_slot(sequence)
-    assert slot is not None
     return slot
 
 
