@@ -122,10 +122,6 @@ class BlockPool:
         counts = range(len(blocks), 0, -1)
         return next((n for n in counts if self._prefix_of[blocks[n - 1]] in self.states), 0)
 
-    def count_unused(self, blocks: Sequence[int]) -> int:
-        """Return how many of these no sequence uses: taking them leaves fewer free."""
-        return sum(self._ref_counts[block] == 0 for block in blocks)
-
     # ── a sequence's table ──
 
     def open(
@@ -140,7 +136,8 @@ class BlockPool:
         if that would leave fewer than `reserve` free. Later sequences wait for the prompt's other
         full blocks instead of computing them as well. `checkpoints`: numbers of tokens after which
         the states of recurrent layers are kept."""
-        needed = self.blocks_for(len(tokens)) - len(matched) + self.count_unused(matched)
+        unused = sum(self._ref_counts[block] == 0 for block in matched)
+        needed = self.blocks_for(len(tokens)) - len(matched) + unused
         if needed + reserve > self.free:
             return None
         state, last = None, self._prefix_of[matched[-1]] if matched else None

@@ -14,8 +14,7 @@
     ├─ ClientGone          the client disconnected
     ├─ NoRoom              a model does not fit into the memory that other models leave
     └─ ItemFailed          the model raised on this item alone
-       ├─ OutOfMemory      this item alone does not fit into memory
-       └─ WrongResultCount the model returned too few or too many results for a batch
+       └─ OutOfMemory      this item alone does not fit into memory
 
 server/http/errors.py maps them to HTTP statuses.
 """
@@ -80,6 +79,3 @@ class ItemFailed(OnequeueError): ...
 
 
 class OutOfMemory(ItemFailed): ...
-
-
-class WrongResultCount(ItemFailed): ...

@@ -86,9 +86,19 @@ class Shares:
 
     def take(self, owner: WorkOwner, units: float = 1) -> None:
         """Add what an item holds."""
+        self._add(owner, units, 1)
+
+    def give_back(self, owner: WorkOwner, units: float = 1) -> None:
+        """Remove what an item has held."""
+        self._add(owner, -units, -1)
+
+    def _add(self, owner: WorkOwner, units: float, items: int) -> None:
         holding = self._holdings[()]
         holding.units += units
-        holding.items += 1
+        holding.items += items
+        if not holding.items:
+            self._holdings = {(): _Holding()}
+            return
         for path, weight in owner.levels:
             above, known = holding, self._holdings.get(path)
             if known is None:
@@ -96,20 +106,7 @@ class Shares:
                 above.weights += weight
             holding = known
             holding.units += units
-            holding.items += 1
-
-    def give_back(self, owner: WorkOwner, units: float = 1) -> None:
-        """Remove what an item has held."""
-        holding = self._holdings[()]
-        holding.units -= units
-        holding.items -= 1
-        if not holding.items:
-            self._holdings = {(): _Holding()}
-            return
-        for path, weight in owner.levels:
-            above, holding = holding, self._holdings[path]
-            holding.units -= units
-            holding.items -= 1
+            holding.items += items
             if not holding.items:
                 del self._holdings[path]
                 above.weights -= weight
@@ -161,14 +158,12 @@ class Owned(Protocol):
 T = TypeVar("T", bound=Owned)
 
 
+@dataclass(eq=False, slots=True)
 class _Clock:
-    __slots__ = ("order", "time", "waiting", "weight")
-
-    def __init__(self, weight: float, time: float) -> None:
-        self.weight = weight
-        self.time = time
-        self.order = -1  # among those of the same time
-        self.waiting = 0  # items
+    weight: float
+    time: float
+    order: int = -1  # among those of the same time
+    waiting: int = 0  # items
 
 
 class _Level:

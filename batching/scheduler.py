@@ -107,7 +107,7 @@ class ContinuousScheduler:
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         queue = self._waiting.get(_key_of(sequence), [])
-        _remove(queue, sequence)
+        queue.remove(sequence)
         self.num_waiting -= 1
         if not queue:
             del self._waiting[_key_of(sequence)]
@@ -118,7 +118,7 @@ class ContinuousScheduler:
         self._largest.clear()
 
     def _remove_running(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
+        self.running.remove(sequence)
         self._may_admit = True
         self._largest.clear()
         for holder in _holders(sequence):
@@ -126,15 +126,12 @@ class ContinuousScheduler:
             if not self._held[holder]:
                 del self._held[holder]
 
-    def _holds(self, sequence: Sequence) -> Rank:
-        """Return the slots of a sequence's client, over its share, of its flow and request."""
-        client, flow, request = map(self._held.__getitem__, _holders(sequence))
-        return client / sequence.owner.share, flow, request
-
     def _rank(self, sequence: Sequence) -> Rank:
         """Return its place: of those that wait, the smallest is admitted first; of those that run,
-        the largest is preempted first."""
-        return sequence.priority, *self._holds(sequence), sequence.number
+        the largest is preempted first. A client's slots count over its share."""
+        client, flow, request = map(self._held.__getitem__, _holders(sequence))
+        share = sequence.owner.share
+        return sequence.priority, client / share, flow, request, sequence.number
 
     def _release(self, sequence: Sequence) -> None:
         """Free its blocks. The step in flight may still write to them: any step that reuses them
@@ -497,14 +494,6 @@ def _holders(sequence: Sequence) -> tuple[abc.Hashable, abc.Hashable, abc.Hashab
     priority, owner = sequence.priority, sequence.owner
     client = priority, owner.client
     return client, (client, owner.flow), (priority, owner)
-
-
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    """Remove a sequence from a sorted queue; ValueError if it is not there."""
-    index = bisect.bisect_left(queue, sequence)
-    if queue[index : index + 1] != [sequence]:
-        raise ValueError("this sequence is not scheduled")
-    del queue[index]
 
 
 def _large_clients(

@@ -162,10 +162,8 @@ class Sequence:
 
     def extend(self, sampled: abc.Sequence[int]) -> None:
         """Append sampled tokens, the first of them instead of a placeholder."""
-        tokens = self._generated
-        if is_placeholder(tokens[-1]):
-            tokens.pop()
-        tokens.extend(sampled)
+        self.drop_placeholder()
+        self._generated.extend(sampled)
 
     @property
     def _generated(self) -> TokenList:

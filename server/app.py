@@ -295,10 +295,11 @@ def measure_model(entry: ModelEntry) -> tuple[int, int]:
     """Return the bytes that loading a model takes at least, and those that are free."""
     import_torch()
     from worker.device.device import choose_device, unreserved_bytes
-    from worker.model.loading import needed_bytes
+    from worker.model.loading import local_path, needed_bytes
 
     device = choose_device(entry.settings.device)
-    needed = needed_bytes(entry.reference.path, DEMOS[entry.kind], entry.settings.dtype, device)
+    path = local_path(entry.reference.path, DEMOS[entry.kind])
+    needed = needed_bytes(path, entry.settings.dtype, device)
     return needed, unreserved_bytes(device)
 
 

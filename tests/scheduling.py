@@ -539,7 +539,8 @@ class Before:
         matched = matched[: pool.resumable(matched)]
         if pool.states and pool.states.sequences == pool.states.max_sequences:
             return
-        wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.count_unused(matched)
+        unused = sum(pool._ref_counts[block] == 0 for block in matched)
+        wanted = pool.blocks_for(len(first.tokens)) - len(matched) + unused
         for_drafts = sum(
             len(c.sequence.table.blocks) - pool.blocks_for(len(c.sequence.tokens))
             for c in chunks

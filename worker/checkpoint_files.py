@@ -9,13 +9,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 MAX_FILES = 10_000
-MAX_CONFIG_BYTES = 10_000_000
 POSITIONS = re.compile(r"(.*_)?positions?(_embeddings)?")
 MAX_POSITIONS = 1 << 27
 COUNTS = re.compile(r"(.*_)?(layers?|blocks|experts|depth)")
@@ -129,8 +127,6 @@ def _unreadable_config(folder: Path) -> str:
         file = folder / name
         if not file.is_file():
             continue
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            return f"its {name} is larger than {MAX_CONFIG_BYTES // 1_000_000} MB"
         content = file.read_bytes()
         if content.startswith(LFS_POINTER):
             return _pointer(name)
@@ -158,40 +154,44 @@ def _damaged_weights(folder: Path) -> str:
     for parent in folders:
         if not os.access(parent, os.R_OK | os.X_OK):
             continue
-        index = parent / WEIGHTS[1]
-        shards = [parent / WEIGHTS[0]]
-        if not shards[0].is_file() and index.is_file():
-            try:
-                shards = shards_of(index)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return (
-                    f"its {index.name} cannot be read, or names files elsewhere: download it again"
-                )
-            if missing := [shard.name for shard in shards if not shard.is_file()]:
-                return f"its weights lack {missing[0]}: download it"
-        headers = [_read_header(shard) for shard in shards if shard.is_file()]
+        try:
+            files = weight_files(parent)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"its {WEIGHTS[1]} cannot be read, or names files elsewhere: download it again"
+        if missing := [file.name for file in files if not file.is_file()]:
+            return f"its weights lack {missing[0]}: download it"
+        headers = [_read_header(file) for file in files]
         for _, problem in headers:
             if problem:
                 return problem
-        if headers and (problem := _count_problem(parent, sum(count for count, _ in headers))):
+        tensors = sum(count for count, _ in headers)
+        if headers and (problem := count_problem(read_config(parent), tensors)):
             return problem
     return ""
 
 
-def shards_of(index: Path) -> list[Path]:
-    """Return the files that an index of weights names. Raise ValueError if one is outside of its
-    folder. Links in the folder may lead to a cache."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that transformers loads from a folder. Links in it may lead to a
+    cache. Raise ValueError if an index names a file outside of its folder, and other errors if it
+    cannot be read."""
+    whole, index = (folder / name for name in WEIGHTS)
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return []
     names: set[str] = set(json.loads(index.read_bytes())["weight_map"].values())
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
         raise ValueError(f"{index.name} names files outside of its folder")
-    return [index.parent / name for name in sorted(names)]
+    return [folder / name for name in sorted(names)]
 
 
-def _count_problem(folder: Path, tensors: int) -> str:
-    config: Any = {}
-    with suppress(OSError, ValueError):  # a subfolder's may be anything
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder; empty if it has none, or one that is not an object."""
+    try:
         config = json.loads((folder / CONFIGS[0]).read_bytes())
-    return count_problem(config, tensors)
+    except (OSError, ValueError):
+        config = None
+    return config if isinstance(config, dict) else {}
 
 
 def count_problem(config: Any, tensors: int = 0) -> str:

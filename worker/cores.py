@@ -13,15 +13,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from worker.cgroups import cgroup_folders, lines_of
+
 log = logging.getLogger("onequeue.cores")
 
-CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 # There are too many threads if the worker's thread computes in less than this share of its turns.
@@ -54,7 +55,7 @@ def find_cores(pinning: str, requested: int | None) -> Cores | None:
     if not (allowed := affinity(0)):
         return None
     siblings = {core: first_line(TOPOLOGY.format(core)) for core in allowed}
-    quota = cpu_quota(CGROUPS, lines_of("/proc/self/cgroup"))
+    quota = cpu_quota(Path("/proc/self"))
     return choose_cores(allowed, siblings, quota, requested, pinning)
 
 
@@ -147,21 +148,10 @@ def affinity(thread: int) -> set[int]:
 # ── the cgroup's quota ──
 
 
-def cpu_quota(cgroups: Path, membership: Iterable[str]) -> float | None:
-    """Return the CPU time that the process may use, in cores: the least of its cgroup and those
-    above, version 2 or 1; None without a limit. `membership`: the lines of /proc/self/cgroup."""
-    return min((quota for line in membership for quota in _quotas(cgroups, line)), default=None)
-
-
-def _quotas(cgroups: Path, line: str) -> Iterator[float]:
-    _, controllers, path = line.split(":", 2)
-    root = cgroups / controllers
-    if controllers and "cpu" not in controllers.split(","):
-        return
-    group = root / path.strip("/")
-    for folder in (group, *group.parents):  # in a container the path may be the host's
-        if folder.is_relative_to(root) and (quota := _quota(folder)):
-            yield quota
+def cpu_quota(process: Path) -> float | None:
+    """Return the CPU time that a process may use, in cores: the least of its control group and
+    those above, version 2 or 1; None without a limit. `process`: its folder in /proc."""
+    return min(filter(None, map(_quota, cgroup_folders(process, "cpu"))), default=None)
 
 
 def _quota(folder: Path) -> float | None:
@@ -175,14 +165,6 @@ def first_line(path: str | Path) -> str:
     return next(iter(lines_of(path)), "").strip()
 
 
-def lines_of(path: str | Path) -> list[str]:
-    """Return a file's lines; none if it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 # ── while serving ──
 
 
@@ -193,15 +175,6 @@ def idle_time(cores: Collection[int]) -> float | None:
     lines = (line.split() for line in lines_of("/proc/stat"))
     ticks = sum(int(line[4]) + int(line[5]) for line in lines if line and line[0] in names)
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Readings of clocks, in seconds. `idle`: of all cores; None if unknown."""
-
-    at: float
-    process: float
-    idle: float | None
 
 
 class ThreadTuner:
@@ -230,7 +203,8 @@ class ThreadTuner:
         self._idle_clock = idle_clock or partial(idle_time, usable)
         self._began_at = self._cpu_at = 0.0  # of the turn that runs
         self._wall_s = self._cpu_s = 0.0  # of the turns since the last decision
-        self._times: CpuTimes | None = None  # at the last decision; None: not read
+        # the last reading: when, and the seconds that the process has computed or could have
+        self._usable: tuple[float, float] | None = None
 
     def begin_turn(self) -> None:
         self._began_at, self._cpu_at = self._clock(), self._cpu_clock()
@@ -261,18 +235,17 @@ class ThreadTuner:
             pass
         elif crowded and self._was_crowded and self.threads > 1:
             self.threads -= 1
-            self._next_at, self._times = now + MIN_INTERVAL_S, None
+            self._next_at, self._usable = now + MIN_INTERVAL_S, None
         elif self.threads < self._max_threads and (more := self._affordable(now)) > self.threads:
             self._trial = more
 
     def _affordable(self, now: float) -> int:
         """Return the number of threads that there are cores for, since the last call."""
-        before, times = self._times, CpuTimes(now, self._process_clock(), self._idle_clock())
-        self._times = times
+        if (idle_s := self._idle_clock()) is None:
+            return self._max_threads  # the trial shows it
+        usable_s = self._process_clock() + idle_s
+        before, self._usable = self._usable, (now, usable_s)
         if before is None:
             return self.threads
-        if before.idle is None or times.idle is None:
-            return self._max_threads  # the trial shows it
-        usable_s = times.process - before.process + times.idle - before.idle
-        cores = usable_s / (times.at - before.at)
+        cores = (usable_s - before[1]) / (now - before[0])
         return min(self._max_threads, int(cores + 1 - MIN_LAST_CORE))

@@ -91,7 +91,8 @@ def on_worker(function: Callable[[], T]) -> T:
     if (context := current_load()) is None:
         return function()
     context.advance()
-    result: T = context.run(_without_gradients(function))
+    torch = sys.modules.get("torch")  # which has this mode for each thread
+    result: T = context.run(torch.no_grad()(function) if torch else function)
     context.advance()
     return result
 
@@ -127,10 +128,3 @@ def remaining_bytes() -> int:
     if context is None or context.limit is None:
         return sys.maxsize
     return max(0, context.limit - context.nbytes)
-
-
-def _without_gradients(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that torch, which has this mode for each thread, runs without gradients."""
-    torch = sys.modules.get("torch")
-    without: Callable[[], T] = torch.no_grad()(function) if torch else function
-    return without

@@ -47,10 +47,6 @@ class Breaker:
             self.probe_at = now + self.cooldown_s
 
 
-def call(function: Callable[[], Any]) -> Any:
-    return function()
-
-
 @dataclass(frozen=True, slots=True)
 class TextModelInfo:
     """What is known of a TextModel also while it is not loaded."""
@@ -139,9 +135,7 @@ class ServedModel:
         adapters = sum(adapter.weights.nbytes for adapter in self.adapters if adapter.weights)
         return sum(memory.nbytes for memory in self.memory) + adapters
 
-    def load(
-        self, run: Callable[[Callable[[], Any]], Any] = call, limit: int | None = None
-    ) -> None:
+    def load(self, run: Callable[[Callable[[], Any]], Any], limit: int | None = None) -> None:
         """Load the engine. `run` runs a function on the worker's thread; `limit`: bytes that the
         model may take."""
         self.state, self.progress = "loading", LoadProgress()

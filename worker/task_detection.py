@@ -8,14 +8,11 @@ and refuses a task that contradicts the checkpoint. Missing weights are found af
 import json
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from batching.errors import OnequeueError
 from worker.checkpoint_files import GGUF
@@ -55,12 +52,9 @@ TASK_PATTERNS: Mapping[str, str | None] = {
     r"ClapModel": "zero-shot-audio-classification",
     r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
 }
-# Why transformers 5 runs no pipeline with an architecture; TASK_PATTERNS come first.
-DROPPED_ARCHITECTURES: Mapping[str, str] = {
-    r".*(ForConditionalGeneration|MTModel)|.*ForQuestionAnswering|.*EncoderDecoderModel": (
-        "has no pipeline in transformers 5: serve a chat model with --chat-model instead"
-    ),
-}
+# Architectures without a pipeline in transformers 5; TASK_PATTERNS come first.
+DROPPED = r".*(ForConditionalGeneration|MTModel)|.*ForQuestionAnswering|.*EncoderDecoderModel"
+NO_PIPELINE = "has no pipeline in transformers 5: serve a chat model with --chat-model instead"
 CUSTOM_CODE = "needs Python code of its own (auto_map), which is never executed here"
 ENTAILMENT = re.compile("entail", re.IGNORECASE)  # starts a label of models for zero-shot
 # Tasks that need a head of their own, which other models lack.
@@ -108,11 +102,8 @@ def unserved_reason(config: Mapping[str, Any]) -> str:
     """Return why no task serves an architecture; empty if that is unknown."""
     if config.get("auto_map"):
         return CUSTOM_CODE
-    for name in architectures(config):
-        for pattern, reason in DROPPED_ARCHITECTURES.items():
-            if re.fullmatch(pattern, name):
-                return reason
-    return ""
+    is_dropped = any(re.fullmatch(DROPPED, name) for name in architectures(config))
+    return NO_PIPELINE if is_dropped else ""
 
 
 def tasks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -205,6 +196,7 @@ def download(model: str, name: str) -> Path:
     """Return the path of a hub model's file, from the cache or downloaded. Raises TimeoutError
     after FETCH_S, so that a start does not hang; the thread is abandoned then. A hub that cannot be
     reached is not tried again: that would take a quarter of a minute."""
+    import httpx
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -213,23 +205,13 @@ def download(model: str, name: str) -> Path:
         return Path(cached)
     if not constants.HF_HUB_OFFLINE:
         try:
-            in_thread(lambda: connect(constants.ENDPOINT), CONNECT_S)
-        except OSError as error:  # a TimeoutError, too
+            in_thread(lambda: httpx.head(constants.ENDPOINT, timeout=CONNECT_S), 3 * CONNECT_S)
+        except (httpx.HTTPError, TimeoutError) as error:
             raise LocalEntryNotFoundError("the hub cannot be reached") from error
     try:
         return Path(in_thread(lambda: hf_hub_download(id, name, revision=revision), FETCH_S))
     except TimeoutError:
         raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
-
-
-def connect(endpoint: str) -> None:
-    """Raise an OSError unless the hub, or the proxy, accepts connections."""
-    url = urlsplit(endpoint)
-    proxy = getproxies().get(url.scheme)
-    if proxy and not proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = url.port or (443 if url.scheme == "https" else 80)
-    socket.create_connection((url.hostname or "", port), CONNECT_S).close()
 
 
 def in_thread(function: Callable[[], T], timeout_s: float) -> T:

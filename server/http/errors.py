@@ -83,7 +83,6 @@ RESPONSE_BY_ERROR: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
     errors.ItemFailed: (500, "server_error", "item_failed"),
     errors.OutOfMemory: (500, "server_error", "out_of_memory"),
-    errors.WrongResultCount: (500, "server_error", "wrong_result_count"),
     errors.ClientGone: (499, "invalid_request_error", "client_gone"),  # not received
 }
 

@@ -15,7 +15,11 @@ from tests import tiny
 from tests.unit.test_fused_linear import Fan, parts
 from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.backends.cpu.linear_layers import Bf16WeightLinear, Int8Linear, PackedLinear
-from worker.backends.native_attention import _library, library_path, try_load_native_ops
+from worker.backends.native_attention import (
+    library_path,
+    load_native_ops,
+    try_load_native_ops,
+)
 from worker.model.language_model import GeneratorOptions, load_language_model
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -138,7 +142,7 @@ def test_a_library_that_does_not_load_is_logged_and_unused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    _library.cache_clear()
+    load_native_ops.cache_clear()
     assert not try_load_native_ops(build=False)
     library_path(build=False).write_bytes(b"half")
     assert not try_load_native_ops(build=False)

@@ -24,7 +24,6 @@ from worker.load_context import LoadContext, loading
 from worker.messages.generation import Chat
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
-from worker.registry import call
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CHAT = Chat(({"role": "user", "content": "hello"},))
@@ -214,5 +213,8 @@ def test_a_model_much_larger_than_its_weights_is_refused_before_it_takes_memory(
 ) -> None:
     folder = copied(tiny.folder(model), tmp_path / "model", (), **{size: 1 << 26})
     larger = "describes a model that is larger than its weights"
-    with loading(LoadContext(call)), pytest.raises(LoadingFailed, match=larger):
+    with (
+        loading(LoadContext(lambda function: function())),
+        pytest.raises(LoadingFailed, match=larger),
+    ):
         load(folder)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from server.preflight import KERNEL_CACHES, SPIN_COUNT, openmp_threads, set_openmp_variables
+from tests.cgroups import process
 from worker.cores import (
     Cores,
     choose_cores,
     cpu_quota,
     find_cores,
-    lines_of,
     one_per_physical_core,
     pin,
     unpin,
@@ -68,35 +68,33 @@ def test_the_requested_number_is_read_from_the_environment(monkeypatch: pytest.M
 
 
 def test_the_quota_of_version_2_is_the_least_up_to_the_root(tmp_path: Path) -> None:
-    group(tmp_path, "", cpu__max="max 100000")
-    group(tmp_path, "a", cpu__max="150000 100000")
-    group(tmp_path, "a/b", cpu__max="400000 100000")
-    assert cpu_quota(tmp_path, ["0::/a/b"]) == 1.5
-    assert cpu_quota(tmp_path, ["0::/"]) is None
+    group(tmp_path / "mount", "", cpu__max="max 100000")
+    group(tmp_path / "mount", "a", cpu__max="150000 100000")
+    group(tmp_path / "mount", "a/b", cpu__max="400000 100000")
+    mounts = [("/", tmp_path / "mount", "cgroup2 rw")]
+    assert cpu_quota(process(tmp_path, ["0::/a/b"], mounts)) == 1.5
+    assert cpu_quota(process(tmp_path, ["0::/"], mounts)) is None
 
 
 def test_the_quota_of_version_1_is_its_controllers(tmp_path: Path) -> None:
-    group(tmp_path, "cpu,cpuacct/pod", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
-    group(tmp_path, "cpu,cpuacct", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    lines = ["5:memory:/pod", "3:cpu,cpuacct:/pod", "0::/"]
-    assert cpu_quota(tmp_path, lines) == 2.5
+    cpu = tmp_path / "cpu,cpuacct"
+    group(cpu, "pod", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
+    group(cpu, "", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    groups = ["5:memory:/pod", "3:cpu,cpuacct:/pod", "0::/"]
+    mounts = [("/", tmp_path / "memory", "cgroup memory"), ("/", cpu, "cgroup cpu,cpuacct")]
+    assert cpu_quota(process(tmp_path, groups, mounts)) == 2.5
 
 
 def test_a_host_path_falls_back_to_the_containers_root(tmp_path: Path) -> None:
-    group(tmp_path, "cpu", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
-    assert cpu_quota(tmp_path, ["3:cpu:/docker/0123"]) == 3.0
+    mount = tmp_path / "cpu"
+    group(mount, "", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
+    of = process(tmp_path, ["3:cpu:/docker/0123"], [("/", mount, "cgroup cpu")])
+    assert cpu_quota(of) == 3.0
 
 
 def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path, []) is None
-    assert cpu_quota(tmp_path / "missing", ["0::/a"]) is None
-
-
-def test_a_cgroup_path_in_another_encoding_counts_as_missing(tmp_path: Path) -> None:
-    group(tmp_path, "", cpu__max="150000 100000")
-    membership = tmp_path / "cgroup"
-    membership.write_bytes(b"0::/caf\xe9\n")
-    assert cpu_quota(tmp_path, lines_of(membership)) == 1.5
+    assert cpu_quota(tmp_path) is None
+    assert cpu_quota(process(tmp_path, ["0::/a"], [])) is None
 
 
 # ── pinned cores ──

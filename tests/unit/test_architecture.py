@@ -15,10 +15,10 @@ TORCH = {"torch", "transformers"}
 # The second column: libraries that the folder must not import.
 LAYERS: dict[str, set[str]] = {
     "batching": WEB | TORCH | {"threading", "time", "anyio"},
-    "worker/device": WEB,
     "worker/media": WEB | TORCH,
     "worker/messages": WEB | TORCH,
     "worker": WEB | TORCH,
+    "worker/device": WEB,
     "worker/text": WEB,
     "worker/text/chat_template": WEB,
     "worker/model/attention": WEB,

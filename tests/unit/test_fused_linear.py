@@ -143,7 +143,7 @@ def _compare_with_separate(
     language: LanguageModel, options: GeneratorOptions, quantization: str
 ) -> None:
     other = load_language_model(options)
-    other.pack_weights(quantization)
+    other.pack_weights(quantization, lambda: None)
     assert not parts(other.model)
     language.model.set_attn_implementation("eager")
     other.model.set_attn_implementation("eager")

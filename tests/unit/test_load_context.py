@@ -14,11 +14,10 @@ from worker.load_context import (
     on_worker,
     report,
 )
-from worker.registry import call
 
 
 def test_a_load_notes_its_progress_and_a_download_is_not_counted() -> None:
-    context = LoadContext(call, progress_at=0.0)
+    context = LoadContext(lambda function: function(), progress_at=0.0)
     with loading(context):
         expect_download()
         assert context.progress_at == math.inf
@@ -29,7 +28,7 @@ def test_a_load_notes_its_progress_and_a_download_is_not_counted() -> None:
 
 
 def test_a_load_that_is_stopped_ends_at_its_next_progress() -> None:
-    context = LoadContext(call)
+    context = LoadContext(lambda function: function())
     assert context.stop()
     with loading(context):
         for step in (advance, lambda: report("weights"), lambda: on_worker(lambda: None)):
@@ -39,6 +38,6 @@ def test_a_load_that_is_stopped_ends_at_its_next_progress() -> None:
 
 
 def test_a_loads_forwards_run_without_gradients() -> None:
-    with loading(LoadContext(call)):
+    with loading(LoadContext(lambda function: function())):
         assert not on_worker(torch.is_grad_enabled)
     assert torch.is_grad_enabled()

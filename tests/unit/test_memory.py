@@ -17,6 +17,7 @@ from server import entries
 from server.app import count_later_caches, served_models
 from server.core.settings import Settings
 from server.entries import model_entries
+from tests.cgroups import process
 from worker.device import device
 from worker.device.device import cgroup_free_bytes, free_bytes, unreserved_bytes
 from worker.engines.generation import loading as generation_loading
@@ -73,7 +74,7 @@ def test_files_that_are_not_loaded_are_not_counted(
 
 
 def test_an_unknown_amount_of_memory_is_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.device.device._lines", lambda path: [])
+    monkeypatch.setattr("worker.device.device.lines_of", lambda path: [])
     assert free_bytes(CPU) > 1 << 60
 
 
@@ -88,20 +89,6 @@ def group(folder: Path, files: tuple[str, str, str], limit: str, used: int, inac
     (folder / files[0]).write_text(f"{limit}\n")
     (folder / files[1]).write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 1\n{files[2]} {inactive}\n")
-
-
-def process(folder: Path, groups: list[str], mounts: list[tuple[str, Path, str]]) -> Path:
-    """Write a process's files. `mounts`: root, mount point, and file system with options."""
-    points = [
-        (root, str(point).replace(" ", r"\040"), *kind.split()) for root, point, kind in mounts
-    ]
-    lines = [
-        f"31 23 0:28 {root} {point} rw,nosuid shared:9 - {system} cgroup rw,{options}"
-        for root, point, system, options in points
-    ]
-    (folder / "cgroup").write_text("\n".join(groups))
-    (folder / "mountinfo").write_text("\n".join(["22 1 8:1 / / rw - ext4 /dev/sda1 rw", *lines]))
-    return folder
 
 
 def test_the_limit_of_version_2_is_the_least_up_to_the_root(tmp_path: Path) -> None:
@@ -238,7 +225,7 @@ def test_a_language_model_at_the_root_leaves_memory_for_the_chat_model(
     monkeypatch.setattr(entries, "uses_language_model", lambda task, path: True)
     for model in served_models(settings, model_entries(settings, ()), {}):
         with pytest.raises(LookupError):
-            model.load()
+            model.load(lambda function: function())
         model.state = "ready"  # as if it was loaded
     assert loaded == [("b", later_caches), ("a", 0)][: 1 + later_caches]
 

@@ -212,42 +212,6 @@ def check(
         torch.testing.assert_close(outputs[n], right, atol=rounding, rtol=rounding)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.kind in ("continued", "one", "all")], ids=name
-)
-def test_chunks_attend_with_an_offset_where_flash_attention_is_available(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged, "has_flash_attention", lambda q, v: True)
-    chance = random.Random(name(case))
-    for broken in (None, 0):
-        check(case, mixes(chance, case.kind), chance, AttentionMetadata, broken)
-
-
-@pytest.mark.parametrize("mix", [[(8192, 8192)], [(6000, 4096), (5000, 4000)], [(17, 300), (9, 1)]])
-@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1 << 20, 0), (0, 1 << 20)])
-def test_a_continued_chunk_needs_no_mask(
-    mix: list[tuple[int, int]], window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call a span, with the prefix as the offset of its queries."""
-    calls: list[tuple[int, int]] = []
-
-    def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        calls.append((len(q), len(k)))
-        return q.new_zeros(*q.shape[:2], v.shape[2])
-
-    monkeypatch.setattr(paged, "has_flash_attention", lambda q, v: True)
-    monkeypatch.setattr(paged, "_offset_attention", attended)
-    metadata = memory(Case("one", window, chunk), mix, random.Random(0)).metadata
-    q, k, v = (torch.zeros(1, h, sum(w for _, w in mix), 8) for h in (4, 2, 2))
-    metadata.groups(window, chunk, False)  # masks of decodes are made once
-    monkeypatch.setattr(paged, "make_mask", None)
-    with forward_context(metadata):
-        attend(q, k, v, None, 0, 0.35, window, 0.0)
-    wide = [(width, start + width) for start, width in mix if width > BLOCK]
-    assert sorted(calls) == sorted(wide)
-
-
 def rows_of(group: SpanGroup, tokens: int) -> list[int]:
     rows = torch.arange(tokens) if group.rows is None else group.rows
     assert (group.target_rows is None) == (group.rows is None)

@@ -117,7 +117,7 @@ def test_the_config_of_a_hub_id_is_downloaded_if_the_task_is_not_set(
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    monkeypatch.setattr(task_detection, "connect", lambda endpoint: None)
+    monkeypatch.setattr("httpx.head", lambda endpoint, timeout: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert detect_task("auto", "some/model") == "fill-mask"
     assert downloads == [("some/model", "config.json", None)]
@@ -139,7 +139,7 @@ def test_a_hub_that_does_not_respond_ends_the_start(monkeypatch: pytest.MonkeyPa
     gate = threading.Event()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: gate.wait(60))
     monkeypatch.setattr(task_detection, "FETCH_S", 0.01)
-    monkeypatch.setattr(task_detection, "connect", lambda endpoint: None)
+    monkeypatch.setattr("httpx.head", lambda endpoint, timeout: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(TaskError, match=r"did not answer within 0\.01 s"):
         detect_task("auto", "owner/name")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from batching.batcher import DynamicBatcher
-from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown, WrongResultCount
+from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown
 from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
@@ -221,21 +221,6 @@ def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -
     bench.run_as_one_batch("a", "huge", "b")
     assert bench.recorder.outcomes["a"] == ["A"]
     assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
-
-
-def test_a_wrong_number_of_results_fails_the_batch(start: Callable[..., Bench]) -> None:
-    class Forgetful(FakeRunner):
-        def forward(self, prepared: list[Any]) -> list[Any]:
-            outputs = super().forward(prepared)
-            return outputs[:-1] if len(outputs) > 1 else outputs
-
-    bench = start(Forgetful())
-    bench.run_as_one_batch("a", "b")
-    assert type(bench.recorder.outcomes["a"][0]) is WrongResultCount
-    assert type(bench.recorder.outcomes["b"][0]) is WrongResultCount
-    bench.submit("c")
-    bench.wait_for(4)
-    assert bench.recorder.outcomes["c"] == ["C"]
 
 
 def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Bench]) -> None:

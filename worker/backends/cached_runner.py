@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from batching.block_pool import BlockTable
-from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
 from worker.backends.recurrent import CACHE_NAMES
 from worker.device.async_copy import fill_placeholders, to_device
@@ -32,7 +31,7 @@ from worker.device.self_check import (
     length_beyond_windows,
     narrowed,
 )
-from worker.error_classification import failure_of, first_line
+from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
@@ -139,7 +138,7 @@ class CachedRunner:
         sequences without a cache."""
         groups: dict[Hashable, list[Sequence]] = {}
         for sequence in sequences:
-            slot = find_cache_slot(sequence)
+            slot = cache_slot(sequence)
             if slot and slot.tokens == len(sequence.tokens):
                 continue
             key: Hashable = id(sequence)
@@ -158,7 +157,7 @@ class CachedRunner:
         state = None
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
-            rows = [cache_slot(sequence).row for sequence in members]
+            rows = [slot.row for sequence in members if (slot := cache_slot(sequence))]
             if state and rows != list(range(len(group.logits))):
                 state = self.select_rows(state, rows)
         texts = [sequence.tokens for sequence in members]
@@ -179,6 +178,7 @@ class CachedRunner:
     def _logits(self, sequence: Sequence) -> Tensor:
         """Return [1, V] after the sequence's last token."""
         slot = cache_slot(sequence)
+        assert slot is not None
         return slot.group.logits[slot.row : slot.row + 1]
 
     def _prompt_logits(self, chunk: Chunk) -> Tensor:
@@ -228,9 +228,7 @@ class CachedRunner:
             index = to_device(rows, self.device)
             state.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
             return CacheState(state.name, state.cache, state.tokens)
-        except Exception as error:  # such as a copy that does not fit into memory
-            if isinstance(failure_of(error), DeviceLost):
-                raise
+        except Exception:  # such as a copy that does not fit into memory
             return None
 
     def _call(self, inputs: dict[str, Any], use_cache: bool, rows: int | Tensor) -> Any:
@@ -290,7 +288,7 @@ class CachedRunner:
                 ) from error
             self.uses_cache = False
             self._check_length(longest)
-            self._fall_back("cached states", error, "the recomputed text", RECOMPUTED)
+            language.fall_back("cached states", error, "the recomputed text", RECOMPUTED)
             return
         if self.batches_rows:
             tolerance = max(BATCHED_TOLERANCE, TOLERANCE[language.dtype])
@@ -298,13 +296,8 @@ class CachedRunner:
             try:
                 reference.check(self._run_steps(texts[1:]), tolerance)
             except Exception as error:
-                self._fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
+                language.fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
                 self.batches_rows = False
-
-    def _fall_back(self, refused: str, error: Exception, serves: str, lost: str) -> None:
-        if isinstance(failure_of(error), DeviceLost):
-            raise error
-        self.language.fall_back(refused, error, serves, lost)
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -328,8 +321,6 @@ class CachedRunner:
             logits = torch.cat(output.logits).to(self.language.dtype)  # which are float32 copies
             return output.sequences[0, :-1].tolist(), logits
         except Exception as error:
-            if isinstance(failure_of(error), DeviceLost):
-                raise
             log.info("not compared with generate: %.200s", first_line(error))
         text = [*prompt, *[prompt[0]] * (CHECK_STEPS - 1)]
         return text, self._recomputed([text])[0]
@@ -373,17 +364,10 @@ def block_table(sequence: Sequence) -> BlockTable:
     return sequence.table
 
 
-def find_cache_slot(sequence: Sequence) -> CacheSlot | None:
+def cache_slot(sequence: Sequence) -> CacheSlot | None:
     """Return the running sequence's slot, None before its first step."""
     slot = block_table(sequence).runner_state
     assert slot is None or isinstance(slot, CacheSlot)
-    return slot
-
-
-def cache_slot(sequence: Sequence) -> CacheSlot:
-    """Return the slot of a sequence that has run."""
-    slot = find_cache_slot(sequence)
-    assert slot is not None
     return slot
 
 

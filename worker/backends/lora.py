@@ -2,7 +2,7 @@
 
 A hook of the layer adds them to its output, whatever computes that: a plain, packed, quantized or
 fused product. Rows lie span after span, so those of one adapter are ranges of the packed row. Which
-layers see the rows like that is observed in two forwards, not derived from names.
+layers see the rows like that is observed in a forward, not derived from names.
 
 On a CPU the native operation adds up to each row on its own, in a fixed order: a row's result does
 not depend on the other rows. Compiled graphs have no hooks: rows with adapters run on the eager
@@ -10,6 +10,7 @@ model (paged_runner.py).
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,18 +23,17 @@ from torch import Tensor, nn
 
 from batching.sequence import Batch, Span
 from batching.state_pool import NO_SLOT, StateSegment
-from worker.backends.adapter_file import LoraPair, LoraWeights, read_weights
-from worker.backends.cpu.linear import ROUNDING
+from worker.backends.adapter_file import LoraWeights, read_weights
+from worker.backends.cpu.linear import products_match
 from worker.backends.cpu.torch_only import is_torch_only
 from worker.backends.native_attention import NATIVE_DTYPES, try_load_native_ops
 from worker.device.device import unreserved_bytes
-from worker.device.self_check import relative_error
 from worker.load_context import on_worker, remaining_bytes
 from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.lora")
 
-# Tokens of the two sequences whose rows are followed through the model.
+# Tokens of the two sequences of the step in which layers are found.
 PROBE_WIDTHS = (5, 3)
 
 Run = Callable[[Batch], object]
@@ -150,20 +150,18 @@ def _add_rows(
 def native_matches(dtype: torch.dtype) -> bool:
     """Return whether the native operation adds what torch's functions add."""
     generator = torch.Generator().manual_seed(0)
+    down, up = (
+        [torch.randn(rank, size, generator=generator).to(dtype) for rank in (3, 16)]
+        for size in (70, 50)
+    )
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+    def product(add: Callable[..., object], x: Tensor) -> Tensor:
+        out, middle = x.new_zeros(len(x), 50), len(x) // 2
+        add(x, out, down, up, [0, middle, middle, len(x)])
+        return out
 
-    pairs = [LoraPair(random(rank, 70), random(rank, 50)) for rank in (3, 16)]
-    x, base, rows = random(1, 9, 70), random(1, 9, 50), (1, 2, 4, 9)
-    outs = [base.clone(), base.clone()]
-    adds: list[Callable[..., object]] = [torch.ops.onequeue.add_lora, _add_rows]
-    try:
-        for add, out in zip(adds, outs, strict=True):
-            add(x, out, [pair.down for pair in pairs], [pair.up for pair in pairs], rows)
-    except RuntimeError:  # no kernel for this CPU
-        return False
-    return relative_error(outs[0], outs[1]) <= ROUNDING[dtype]
+    native, own = (partial(product, add) for add in (torch.ops.onequeue.add_lora, _add_rows))
+    return products_match(native, own, 70, dtype)
 
 
 # ── the layers that may be adapted ──
@@ -172,69 +170,36 @@ def native_matches(dtype: torch.dtype) -> bool:
 @torch.inference_mode()
 def adaptable_layers(language: LanguageModel, run: Run) -> dict[str, tuple[int, int]]:
     """Return the inputs and outputs of each layer x [..., T, in] → [..., T, out] that sees the T
-    rows of a step in their order.
-
-    They are followed through two steps of two sequences, in both orders. `run`: as in LoraLayers.
+    rows of a step at once, which is observed in a step of two sequences. `run`: as in LoraLayers.
     """
     first, second = PROBE_WIDTHS
     [ids] = language.random_prompts([first + second])
-    sequences = [(range(2), ids[:first], 0), (range(2, 4), ids[first:], 2)]
-    ahead, behind = (_record(language, run, order) for order in (sequences, sequences[::-1]))
-    layers = {}
-    for name, calls in ahead.items():
-        others = behind.get(name, [])
-        if len(calls) == len(others) and all(
-            _is_swapped(x, other) for (x, _), (other, _) in zip(calls, others, strict=True)
-        ):
-            x, outputs = calls[0]
-            layers[name] = (x.shape[-1], outputs)
-    return layers
-
-
-def _is_swapped(x: Tensor, other: Tensor) -> bool:
-    """Return whether rows are those of the other step, in which the second sequence comes first."""
-    first, second = PROBE_WIDTHS
-    if x.shape != other.shape or len(x) != first + second:
-        return False
-    swapped = torch.cat((other[second:], other[:second]))
-    return relative_error(swapped, x) <= ROUNDING[torch.bfloat16]
-
-
-def _record(
-    language: LanguageModel, run: Run, sequences: Sequence[tuple[range, list[int], int]]
-) -> dict[str, list[tuple[Tensor, int]]]:
-    """Run a step; return the inputs [rows, in] and the number of outputs of the calls of each layer
-    that could be linear."""
-    recorded: dict[str, list[tuple[Tensor, int]]] = {}
+    sizes: dict[str, set[tuple[int, int, int]]] = {}  # rows, inputs and outputs of its calls
 
     def record(name: str, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
         tensors = len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(out, Tensor)
         if not tensors or not inputs[0].is_floating_point() or inputs[0].dim() < 2:
             return
-        if inputs[0].shape[:-1] == out.shape[:-1] and out is not inputs[0]:
-            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).clone()
-            recorded.setdefault(name, []).append((rows, out.shape[-1]))
+        *shape, width = inputs[0].shape
+        if (*shape,) == out.shape[:-1] and out is not inputs[0]:
+            sizes.setdefault(name, set()).add((math.prod(shape), width, out.shape[-1]))
 
     hooks = [
         module.register_forward_hook(partial(record, name))
-        for name, module in _leaves(language.model)
+        for name, module in language.model.named_modules()
+        if not [*module.children()] or type(module).__module__.startswith("worker.")
     ]
-    spans = [Span(blocks, 0, len(ids)) for blocks, ids, _ in sequences]
-    states = [(StateSegment(len(ids), NO_SLOT, slot),) for _, ids, slot in sequences]
+    spans = [Span(range(2), 0, first), Span(range(2, 4), 0, second)]
+    states = [(StateSegment(width, NO_SLOT, slot),) for width, slot in ((first, 0), (second, 2))]
     try:
         # the logits of one row: an output head does not see the others
-        run(Batch(spans, [id for _, ids, _ in sequences for id in ids], [0], states=states))
+        run(Batch(spans, ids, [0], states=states))
     finally:
         for hook in hooks:
             hook.remove()
-    return recorded
-
-
-def _leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules without children, and our own layers, which may have some."""
-    children = list(module.named_children())
-    if not children or type(module).__module__.startswith("worker."):
-        yield prefix, module
-        return
-    for name, child in children:
-        yield from _leaves(child, f"{prefix}.{name}" if prefix else name)
+    return {
+        name: (width, outputs)
+        for name, calls in sizes.items()
+        for rows, width, outputs in calls
+        if len(calls) == 1 and rows == first + second
+    }

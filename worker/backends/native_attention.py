@@ -17,7 +17,6 @@ import shlex
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -50,20 +49,14 @@ FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi", "-g0")
 LOG_INTERVAL_S = 20
 NICE = 10  # of the compilers: the models have priority
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-_lock = threading.Lock()
 
 
-def load_native_ops() -> None:
+@cache
+def load_native_ops() -> ctypes.CDLL:
     """Load the library; build it first if it is not there.
 
     Raise what the compiler or the loader raises.
     """
-    with _lock:
-        _library()
-
-
-@cache
-def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(library_path(build=True)))
 
 
@@ -188,12 +181,10 @@ def _run(commands: Sequence[str], folder: str, started: float) -> None:
         for number, command in enumerate(commands):
             with open(Path(folder, f"{number}.log"), "wb") as output:
                 process = subprocess.Popen(
-                    ["env", f"TMPDIR={folder}", *shlex.split(command)], stderr=output, cwd=folder,
-                    start_new_session=True,
+                    ["nice", f"-n{NICE}", "env", f"TMPDIR={folder}", *shlex.split(command)],
+                    stderr=output, cwd=folder, start_new_session=True,
                 )  # fmt: skip
             running.append(process)
-            with suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PGRP, process.pid, NICE)
         for number, process in enumerate(running):
             while process.poll() is None:
                 advance()

@@ -304,7 +304,8 @@ class RecurrentProbe:
             cache: Any = _RecordingCache(config)
         except Exception:  # a configuration without layers that transformers' cache knows
             cache = None
-        is_recurrent = cache and any(map(_has_states, cache.layers))
+        layers = cache.layers if cache else ()
+        is_recurrent = any(isinstance(one, LinearAttentionCacheLayerMixin) for one in layers)
         self.cache: Any = cache if is_recurrent else None
         self._attending: set[nn.Module] = set()  # modules in which others attend
         self._outputs: dict[nn.Module, Any] = {}
@@ -379,10 +380,6 @@ def cache_argument(module: nn.Module) -> str:
     if name is None:
         raise CannotRun("its forward takes no cache")
     return name
-
-
-def _has_states(layer: Any) -> bool:
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def _recurrent_module(

@@ -1,36 +1,24 @@
 """The device that models run on: its choice, its native number types and its free memory."""
 
-import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from worker.cgroups import cgroup_folders, lines_of
 
-class CgroupFiles(NamedTuple):
-    """Files of a control group's folder, and the field of its `memory.stat` with the bytes of files
-    that the system can drop."""
-
-    limits: tuple[str, ...]
-    usage: str
-    reclaimable: str
-
-
-CGROUP_FILES = {
-    # above memory.high the system does not kill, but slows a process until it stands still
-    "cgroup2": CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    "cgroup": CgroupFiles(
-        ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
-    ),
-}
-# A line of /proc/self/mountinfo: root, mount point, version and options.
-CGROUP_MOUNT = re.compile(r"\S+ \S+ \S+ (\S+) (\S+) .* - (cgroup2?) \S+ (\S+)")
+# Files of a control group, of version 2 and of version 1. Above memory.high the system does not
+# kill, but slows a process until it stands still.
+LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+USAGES = ("memory.current", "memory.usage_in_bytes")
+# Fields of memory.stat with the bytes of files that the system can drop. Version 1 has both: the
+# second one leaves out the groups below.
+RECLAIMABLE = ("total_inactive_file", "inactive_file")
 
 
 def choose_device(name: str) -> torch.device:
@@ -57,7 +45,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    fields = [line.split() for line in _lines("/proc/meminfo")]
+    fields = [line.split() for line in lines_of("/proc/meminfo")]
     available = [int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:"]
     return min([*available, cgroup_free_bytes(Path("/proc/self"))])
 
@@ -103,47 +91,13 @@ def cgroup_free_bytes(process: Path) -> int:
     reclaimed. Without a limit, in version 1 or 2, return `sys.maxsize`.
     """
     free = [sys.maxsize]
-    for folder, files in _cgroup_folders(process):
-        lines = [line for name in files.limits for line in _lines(folder / name)]
+    for folder in cgroup_folders(process, "memory"):
         limits, usage = (
-            [int(line) for line in lines if line.isdigit()],
-            _lines(folder / files.usage),
+            [int(line) for name in names for line in lines_of(folder / name) if line.isdigit()]
+            for names in (LIMITS, USAGES)
         )
         if limits and usage:
-            stat = [line.split() for line in _lines(folder / "memory.stat")]
-            reclaimable = sum(int(value) for name, value in stat if name == files.reclaimable)
-            free.append(min(limits) - int(usage[0]) + reclaimable)
+            stat = dict(line.split() for line in lines_of(folder / "memory.stat"))
+            reclaimable = next((int(stat[name]) for name in RECLAIMABLE if name in stat), 0)
+            free.append(min(limits) - usage[0] + reclaimable)
     return min(free)
-
-
-def _cgroup_folders(process: Path) -> Iterator[tuple[Path, CgroupFiles]]:
-    """Yield the folders of the process's memory control groups up to the roots of their mounts.
-
-    A container may see a host's path that its mount does not have: missing folders are included.
-    """
-    groups = [line.split(":", 2)[1:] for line in _lines(process / "cgroup")]
-    for mount in filter(None, map(CGROUP_MOUNT.match, _lines(process / "mountinfo"))):
-        root, mount_point = (_unescape(path) for path in mount.group(1, 2))
-        version, options = mount.group(3, 4)
-        controller = "memory" if version == "cgroup" else ""
-        if controller and controller not in options.split(","):
-            continue
-        for controllers, path in groups:
-            if controller in controllers.split(","):
-                inside = Path(path).relative_to(root if Path(path).is_relative_to(root) else "/")
-                group = Path(mount_point) / inside
-                for folder in (group, *group.parents):
-                    if folder.is_relative_to(mount_point):
-                        yield folder, CGROUP_FILES[version]
-
-
-def _unescape(path: str) -> str:
-    """Return a path of mountinfo with its octal escapes replaced."""
-    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
-
-
-def _lines(path: str | Path) -> list[str]:
-    try:
-        return Path(path).read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []

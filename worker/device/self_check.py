@@ -113,7 +113,8 @@ def narrowed(part: PreTrainedModel, run: Callable[[], object]) -> Iterator[bool]
     owners: dict[str, list[tuple[Any, int]]] = {}
     for owner in {id(owner): owner for owner in _with_configs(part)}.values():
         for name, value in vars(owner).items():
-            if type(value) is int and value >= MIN_NARROWED and _is_key_number(name):
+            is_key_number = KEY_NUMBERS.search(name) and not OTHER_NUMBERS.search(name)
+            if type(value) is int and value >= MIN_NARROWED and is_key_number:
                 owners.setdefault(name, []).append((owner, value))
     kept: list[str] = []
     try:
@@ -134,10 +135,6 @@ def narrowed(part: PreTrainedModel, run: Callable[[], object]) -> Iterator[bool]
 def _with_configs(part: PreTrainedModel) -> Iterator[Any]:
     for module in part.modules():
         yield from filter(None, (module, getattr(module, "config", None)))
-
-
-def _is_key_number(name: str) -> bool:
-    return bool(KEY_NUMBERS.search(name)) and not OTHER_NUMBERS.search(name)
 
 
 def _restore(name: str, entries: Sequence[tuple[Any, int]]) -> None:

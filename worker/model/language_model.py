@@ -48,9 +48,9 @@ from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.check import Reference
 from worker.model.generation_config import (
     check_generation_config,
+    check_generation_file,
     fill_sampling_defaults,
     log_not_served,
-    read_generation_config,
 )
 from worker.model.loading import (
     LoadingFailed,
@@ -205,13 +205,13 @@ class LanguageModel:
         return lambda model=None: reference.check(run(reference.prompts, model), self.tolerance)
 
     def pack_weights(
-        self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
+        self, quantization: str, recheck: Callable[[], None], native: bool = False
     ) -> None:
         """Pack or quantize the weights for the CPU's kernels; a GPU's are fused.
 
-        `recheck` runs the model and raises if its output is wrong; without it only `quantization`
-        has an effect. `native`: native operations with a layout of their own are used, and built
-        first if they are not there. Raise LoadingFailed if the device cannot run the quantization.
+        `recheck` runs the model and raises if its output is wrong. `native`: native operations with
+        a layout of their own are used, and built first if they are not there. Raise LoadingFailed
+        if the device cannot run the quantization.
         """
         on_cpu = self.device.type == "cpu"
         layer = library_layer(self.model) if on_cpu else None
@@ -225,20 +225,20 @@ class LanguageModel:
                 )
             native = native and self.dtype in NATIVE_DTYPES and try_load_native_ops(build=True)
             free = free_bytes(self.device)
-            quantize_weights(self.model, free, recheck or (lambda: None), native, quantization)
+            quantize_weights(self.model, free, recheck, native, quantization)
             # inputs of quantized layers
             self.tolerance = tolerance_of(torch.bfloat16, self.config)
-        elif recheck and self.device.type == "cuda":
+        elif not on_cpu:
             fuse = partial(fuse_weights, self.model, recheck)
             self.attempt(fuse, "fused products", "separate ones", "steps are slower")
             if not self.deterministic:
                 group = partial(group_experts, self.model, recheck)
                 self.attempt(group, "Triton experts", "torch's", "experts wait for the GPU")
-        elif recheck and on_cpu and packs_dtype(self.dtype):
+        elif packs_dtype(self.dtype):
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype) and try_load_native_ops(build=True)
             pack_weights(self.model, free, recheck, bf16_weights=bf16_weights)
-        elif on_cpu and emulates_dtype(self.dtype):
+        elif emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
 
 
@@ -273,7 +273,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     with load_errors(name, "chat"):
         path = checkpoint_path(name, "chat")
         if not split_file(path)[1]:
-            check_generation_config(read_generation_config(path))  # before the weights are read
+            check_generation_file(path)
         model, tokenizer, missing = load_checkpoint(
             options, path, auto_class, quantization=options.quantization
         )

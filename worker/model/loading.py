@@ -4,7 +4,6 @@ Covers the path and dtype of a checkpoint, the check that it fits into memory, i
 log, and the weights that it lacks. How a model runs is decided by the package of its task.
 """
 
-import json
 import logging
 import math
 import re
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,23 +25,22 @@ from torch.nn.modules.module import (
 )
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_log
-from transformers.utils.import_utils import (
-    KERNELS_MAX_VERSION,
-    KERNELS_MIN_VERSION,
-    is_accelerate_available,
-    is_kernels_available,
-)
+from transformers.utils.import_utils import is_accelerate_available
 
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
 from worker.backends.gptq import drop_int4_grids
 from worker.backends.quantization import (
-    PACKAGES,
-    check_packages,
     gguf_arguments,
     memory_factor,
     quantization_arguments,
 )
-from worker.checkpoint_files import count_problem, file_problem, folder_problem, shards_of
+from worker.checkpoint_files import (
+    count_problem,
+    file_problem,
+    folder_problem,
+    read_config,
+    weight_files,
+)
 from worker.device.device import choose_device, free_bytes
 from worker.error_classification import failure_of, first_line
 from worker.load_context import (
@@ -69,8 +66,6 @@ log = logging.getLogger("onequeue.loading")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 GB = 1e9
-# Modules with the kernels of attention backends. The package kernels downloads them, too.
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 # COMPILE=auto skips smaller models: compiling takes a minute and gains little.
 MIN_COMPILED_PARAMETERS = 10_000_000
 # Bytes of an element, for the safetensors dtypes that DTYPE converts.
@@ -254,11 +249,11 @@ def checkpoint_path(model: str, demo: str) -> str:
             path = hf_hub_download(id, file, revision=revision)
         if problem := file_problem(Path(path)):
             raise LoadingFailed(f"{file} {problem}")
-        check_packages("GGUF is read by transformers", PACKAGES["gguf"])
         _check_counts(str(Path(path).parent), len(gguf_header(path).tensors), Path(path).name)
         return path
-    if not is_path(path) and split_revision(path)[1]:
-        path = snapshot_folder(path)
+    id, revision = split_revision(path)
+    if not is_path(path) and revision:
+        path = snapshot_download(id, revision=revision, allow_patterns=LOADED_FILES)
     if not is_path(path):
         _check_counts(path)
     elif problem := folder_problem(Path(path)):
@@ -275,27 +270,9 @@ def _check_counts(path: str, tensors: int = 0, gguf: str | None = None) -> None:
             raise LoadingFailed(problem)
 
 
-def snapshot_folder(model: str) -> str:
-    """Return the folder with the files of a revision, ID@REVISION, downloaded if they are not in
-    the cache."""
-    id, revision = split_revision(model)
-    return snapshot_download(id, revision=revision, allow_patterns=LOADED_FILES)
-
-
 def attention_keywords(attention: str) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` for the ATTN_IMPLEMENTATION setting. Raise
-    LoadingFailed if it needs a package that is missing."""
-    if attention == "auto":
-        return {}
-    package = FLASH_PACKAGES.get(attention, "kernels" if "/" in attention else "")
-    is_missing = bool(package) and find_spec(package) is None and not is_kernels_available()
-    if is_missing:
-        kernels = f"'kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}'"
-        packages = kernels if "/" in attention else f"{package.replace('_', '-')} or {kernels}"
-        raise LoadingFailed(
-            f"ATTN_IMPLEMENTATION={attention} needs the package {packages}: install it, or use sdpa"
-        )
-    return {"attn_implementation": attention}
+    """Return the arguments of `from_pretrained` for the ATTN_IMPLEMENTATION setting."""
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def log_own_attention(attention: str, place: str) -> None:
@@ -329,19 +306,14 @@ def gguf_dtype(name: str, file: str, device: torch.device) -> torch.dtype:
 
 
 def gguf_header(file: str) -> Any:
-    """Return transformers' description of a GGUF file. Raise LoadingFailed if it is damaged."""
+    """Return transformers' description of a GGUF file. Raise LoadingFailed if it cannot be read."""
     from transformers.integrations.gguf.reader import GgufHeader
 
     name = Path(file).name
-    damaged = f"{name} is damaged: download it again"
     try:
         header = GgufHeader.from_file(file)
-    except ValueError as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise LoadingFailed(damaged) from error
-        raise LoadingFailed(f"{name} cannot be read: {first_line(error)}") from error
     except Exception as error:  # the reader raises many kinds for invalid bytes
-        raise LoadingFailed(damaged) from error
+        raise LoadingFailed(f"{name} cannot be read: {first_line(error)}") from error
     end = max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
     size, expected = Path(file).stat().st_size, header.data_start + end
     if size < expected:
@@ -358,7 +330,7 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
     On a CPU the largest tensor counts twice: a weight exists in both layouts while it is packed,
     and an output head that is tied to the embedding keeps both.
     """
-    needed, limit = _needed_bytes(path, dtype, device), remaining_bytes()
+    needed, limit = needed_bytes(path, dtype, device), remaining_bytes()
     if needed > limit:
         raise TooLittleMemory(
             f"its weights need {needed / GB:.1f} GB but MODELS_GB leaves {limit / GB:.1f} GB"
@@ -388,13 +360,9 @@ register_module_parameter_registration_hook(_count_built)
 register_module_buffer_registration_hook(_count_built)
 
 
-def needed_bytes(model: str, demo: str, dtype: str, device: torch.device) -> int:
+def needed_bytes(model: str, dtype: str, device: torch.device) -> int:
     """Return the bytes that loading a checkpoint takes, as `check_fits` counts them. A hub's model
     that is not on this machine counts with the size of its files; 0 if they cannot be listed."""
-    return _needed_bytes(local_path(model, demo), dtype, device)
-
-
-def _needed_bytes(model: str, dtype: str, device: torch.device) -> int:
     path, file = model, split_file(model)[1]
     if not is_path(model):
         id, revision = split_revision(split_file(model)[0])
@@ -426,9 +394,10 @@ def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
     """Yield the bytes of each tensor after loading."""
     folder = Path(path)
     dequantized = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    section = _quantization_config(folder)
-    factor = memory_factor(section, device, dequantized.itemsize) if section else 1.0
-    for file in _weight_files(folder):
+    section: Any = read_config(folder).get("quantization_config")
+    is_quantized = isinstance(section, dict) and section
+    factor = memory_factor(section, device, dequantized.itemsize) if is_quantized else 1.0
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
@@ -440,25 +409,6 @@ def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
                 if dtype != "auto":
                     itemsize = getattr(torch, dtype).itemsize
                 yield count * itemsize
-
-
-def _quantization_config(folder: Path) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint; empty if it has none."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    section = config.get("quantization_config") if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads."""
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
-    if (index := folder / "model.safetensors.index.json").is_file():
-        return shards_of(index)
-    return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,7 @@ class RotaryFactors:
         """
         if self.context > self.original:
             self._release()
-            self._tables(
-                torch.tensor([0])
-            )  # of dynamic factors, only longer sequences replace them
+            self._tables(torch.tensor([0]))  # only longer sequences replace dynamic factors
         if length <= self.original:
             return
         positions = torch.arange(CHECKED_POSITIONS) * self.original // CHECKED_POSITIONS

@@ -84,10 +84,6 @@ class StateSlots(NamedTuple):
     checkpoints: int
     drafts: int = 0
 
-    @property
-    def total(self) -> int:
-        return 2 * self.sequences + self.checkpoints + self.drafts
-
     def pool(self) -> StatePool:
         return StatePool(self.sequences, self.checkpoints, self.drafts)
 
@@ -119,8 +115,8 @@ class PagedRunner:
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
         self.slots = slots or StateSlots(max(1, max_running), 2 * MAX_CHECKPOINTS, MAX_DRAFTS)
-        slots_total = self.slots.total + SPARE_SLOTS
-        self.cache = new_cache(language, blocks + SPARE_BLOCKS, slots_total)
+        state_slots = self.slots.pool().num_slots + SPARE_SLOTS
+        self.cache = new_cache(language, blocks + SPARE_BLOCKS, state_slots)
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step

@@ -48,7 +48,6 @@ from worker.model.loading import (
     log_own_attention,
 )
 from worker.model.paged_runner import (
-    Chunks,
     PagedRunner,
     PromptRun,
     StateSlots,
@@ -101,7 +100,8 @@ def load_paged_runner(
     drafts = options.speculation == "auto" and language.device.type == "cpu"
     try:
         slots = state_slots(language, room, options.max_running, MAX_DRAFTS if drafts else 0)
-        blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
+        room -= slots.pool().num_slots * state_bytes(language)
+        blocks = cache_blocks(language, room, max_tokens)
     except LoadingFailed as error:
         raise too_small(str(error), options) from error
     max_model_len = min(length, blocks * BLOCK)
@@ -331,7 +331,7 @@ class PagingCheck:
         """Raise CannotRun unless paged steps give the reference's logits: chunks of the prompts in
         shared batches, and a last token beside one near the end of the context."""
         run = PromptRun(self.language, self.prompts)
-        logits = run.run(_halves(self.prompts))
+        logits = run.run(chunk_steps(self.prompts, [len(prompt) // 2 for prompt in self.prompts]))
         self.reference.check(logits, self.language.tolerance)
         far = min(self.language.context, MAX_FAR_POSITION) - 1
         last = len(self.prompts[1]) - 1
@@ -357,16 +357,13 @@ class PagingCheck:
             return on_worker(partial(self._own_logits, prompts))
 
         with narrowed(language.decoder, partial(run, prompts)):
-            logits = PromptRun(language, prompts).run(_halves(prompts))
+            steps = chunk_steps(prompts, [len(prompts[0]) // 2])
+            logits = PromptRun(language, prompts).run(steps)
             try:
                 Reference(run, prompts).check(logits, language.tolerance)
             except CannotRun as error:
                 reason = f"its layers do not pass on its sliding window: {error}"
                 raise CannotRun(reason) from error
-
-
-def _halves(prompts: Sequence[Sequence[int]]) -> list[Chunks]:
-    return chunk_steps(prompts, [len(prompt) // 2 for prompt in prompts])
 
 
 def _record(

@@ -132,4 +132,4 @@ class MultimodalCachedRunner(CachedRunner):
             check(partial(run, False), partial(run, True), texts, CACHED_TOLERANCE)
         except Exception as error:
             self.caches_images = False
-            self._fall_back("cached images", error, "the recomputed prompt", RECOMPUTED)
+            self.language.fall_back("cached images", error, "the recomputed prompt", RECOMPUTED)

@@ -9,7 +9,7 @@ their columns of it, also while a graph is traced.
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def find_shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[list
     that any of them is called.
     """
     recorder = _CallRecorder()
-    with _hooks(model, recorder), _observed_weights(model, recorder):
+    with _observed(model, recorder):
         run()
     for name in recorder.read:
         model.get_submodule(name).__class__ = PlainLinear
@@ -79,20 +79,6 @@ class _CallRecorder:
         return torch.equal(x, self.values)
 
 
-@contextmanager
-def _hooks(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
-    hooks = [
-        module.register_forward_pre_hook(functools.partial(recorder.record, name))
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 class _ObservedWeight(Tensor):
     """A weight that reports each function that gets it."""
 
@@ -110,16 +96,19 @@ class _ObservedWeight(Tensor):
 
 
 @contextmanager
-def _observed_weights(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
-    """Let the weights of linear layers report to the recorder."""
+def _observed(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
+    """Let linear layers report their calls, and their weights the functions that get them."""
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     weights = {name: layer.weight for name, layer in layers.items()}
     try:
-        for name, layer in layers.items():
-            observed: Any = layer.weight.detach().as_subclass(_ObservedWeight)
-            observed.report = functools.partial(recorder.record_use, name)
-            layer._parameters["weight"] = observed
-        yield
+        with ExitStack() as hooks:
+            for name, layer in layers.items():
+                before = functools.partial(recorder.record, name)
+                hooks.callback(layer.register_forward_pre_hook(before).remove)
+                observed: Any = layer.weight.detach().as_subclass(_ObservedWeight)
+                observed.report = functools.partial(recorder.record_use, name)
+                layer._parameters["weight"] = observed
+            yield
     finally:
         for name, layer in layers.items():
             layer.weight = weights[name]

@@ -92,8 +92,10 @@ def pack_weights(
 
     packed = partial(unquantized_linear, bf16_weights=bf16_weights)
     use_linear_layers(model)
-    extra = 0 if bf16_weights else extra_bytes(model)
-    if not bf16_weights and not has_memory(model, free_bytes):
+    numbers, dtype = _linear_weights(model)
+    # bytes that the packed weights take more than the plain ones
+    extra = 0 if bf16_weights else numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
+    if extra > MAX_COPY_SHARE * free_bytes:
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", extra / 1e9)
         return
     if extra:
@@ -110,8 +112,8 @@ def pack_weights(
         check()
     except Exception as error:  # a model that reads weights without calling their layer
         unpack_weights(model)
-        emulated = emulates_dtype(_linear_weights(model)[1])
-        slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if emulated else ""
+        is_slow = emulates_dtype(dtype)
+        slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if is_slow else ""
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
@@ -129,17 +131,6 @@ def use_linear_layers(model: nn.Module) -> None:
 def _plain_if_same(layer: nn.Linear) -> nn.Linear:
     plain = plain_linear(layer.weight.detach(), layer.bias)
     return plain if products_match(plain, layer, layer.in_features, layer.weight.dtype) else layer
-
-
-def extra_bytes(model: nn.Module) -> int:
-    """Return how many bytes more the packed weights take than the plain ones."""
-    numbers, dtype = _linear_weights(model)
-    return numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
-
-
-def has_memory(model: nn.Module, free_bytes: int) -> bool:
-    """Return whether there is enough memory to pack the weights."""
-    return extra_bytes(model) <= MAX_COPY_SHARE * free_bytes
 
 
 def unpack_weights(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn as varlen_attn
 
@@ -11,7 +12,7 @@ from batching.sequence import Batch
 from worker.backends.cuda.mixed import MixedMetadata
 from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.attention.paged import has_flash_attention, select
+from worker.model.attention.paged import MAX_FLASH_SIZE, select
 
 FLASH_SIZE_STEP = 8  # sizes of heads are multiples of it
 # torch 2.11 takes fewer key heads than query heads without the argument
@@ -98,6 +99,13 @@ class VarlenMetadata(MixedMetadata):
             slots.append(blocks[positions // BLOCK] * BLOCK + positions % BLOCK)
         on_device = to_device(np.concatenate(slots), device), to_device(_bounds(counts), device)
         return PromptKeys(*on_device, int(counts.max()))
+
+
+def has_flash_attention(q: Tensor, v: Tensor) -> bool:
+    """Return whether torch has flash attention for q [..., D] and v [..., Dv]."""
+    size = q.shape[-1]
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cuda" and half and size == v.shape[-1] <= MAX_FLASH_SIZE
 
 
 def _bounds(counts: Any) -> Any:

@@ -34,9 +34,9 @@ from worker.engines.pipeline.runner import PipelineItem, PipelineRunner, Prepare
 from worker.load_context import on_worker
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import PipelineInput
-from worker.model.generation_config import check_generation_config, not_served
+from worker.model.generation_config import not_served
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import LoadingFailed, Pipe
+from worker.model.loading import Pipe
 from worker.model.logits_processors import CheckpointProcessors
 from worker.model.long_context import factors_change
 from worker.model.paged_runner import PagedRunner
@@ -217,10 +217,6 @@ def load_engine(pipe: Pipe, options: GeneratorOptions) -> TextGenerationEngine:
         raise CannotRun("its rotary factors depend on the length of the text")
     if missing := not_served(vars(model.generation_config)):
         raise CannotRun(f"its generation_config has {', '.join(missing)}")
-    try:
-        check_generation_config(vars(model.generation_config), model.config.vocab_size)
-    except LoadingFailed as error:
-        raise CannotRun(str(error)) from error
     language = LanguageModel(options.name, model, copy.deepcopy(pipe.tokenizer), options.model)
 
     def own_model() -> Any:

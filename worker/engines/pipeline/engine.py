@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 from batching.batcher import DynamicBatcher
-from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
-from batching.request_queue import WorkItem, request_ids
+from batching.errors import OnequeueError, OutOfMemory
+from batching.request_queue import WorkItem
 from batching.step_times import StepTimes
 from worker.error_classification import run_in_halves
 from worker.messages.protocol import (
@@ -24,14 +24,12 @@ from worker.messages.protocol import (
     CUT,
     BatchReport,
     Fallback,
-    ModelInfo,
     OtherModels,
     Payload,
     Prepared,
     Raw,
     Runner,
     StepOutcome,
-    TextModel,
 )
 
 log = logging.getLogger("onequeue.worker")
@@ -64,6 +62,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
     ) -> None:
         batcher.packs = runner.info.batching == "packed"
         self.runner = runner
+        self.info, self.text_model = runner.info, runner.text_model
         self.batcher = batcher
         self.clock = clock
         self.times = StepTimes()  # of batches
@@ -71,14 +70,6 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         self._cut: list[WorkItem[Payload, Prepared]] = []  # items that wait again after the batch
         # start of the time that the next report with items covers; None: of the next step
         self._started_at: float | None = None
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.runner.info
-
-    @property
-    def text_model(self) -> TextModel | None:
-        return self.runner.text_model
 
     # ── in pool threads ──
 
@@ -147,20 +138,15 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
             started_at = self._own_time()
             outputs = self.runner.forward([item.prepared for item in items])
             run.forward_s += self._own_time() - started_at
-            pairs = zip(items, outputs, strict=False)
-            rows = sum(item.rows for item, output in pairs if output is not CUT)
-            run.largest_rows = max(run.largest_rows, rows)
-            self.batcher.succeeded(rows)
-            if len(outputs) != len(items):
-                error = f"the model returned {len(outputs)} results for {len(items)} inputs"
-                log.error("%s ids=%s", error, request_ids(items))
-                run.failed += [(item, WrongResultCount(error)) for item in items]
-                return
-            for item, output in zip(items, outputs, strict=True):
+            rows = 0
+            for item, output in list(zip(items, outputs, strict=True)):
                 if output is CUT:
                     self._cut.append(item)
                 else:
                     run.outputs.append((item, output))
+                    rows += item.rows
+            run.largest_rows = max(run.largest_rows, rows)
+            self.batcher.succeeded(rows)
 
         def failed(items: Sequence[WorkItem], failure: OnequeueError) -> None:
             run.out_of_memory += isinstance(failure, OutOfMemory)

@@ -1,21 +1,28 @@
-"""Special tokens of a Whisper checkpoint, and text to tokens and back.
+"""Special tokens of a Whisper checkpoint, text to tokens and back, and the words of a transcript.
 
 The ids are read from the checkpoint's generation_config, as transformers' `generate` does. Used by
 the decoder of a recording (transcript.py) and by the runner (whisper.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from string import punctuation
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
-from worker.engines.speech.words import WordTokens, split_words
 from worker.model.loading import LoadingFailed
 from worker.text.detokenizer import token_bytes
 
 START_OF_PREVIOUS = "<|startofprev|>"
+# Languages without spaces between words: each character is a word.
+UNSPACED_LANGUAGES = {"zh", "ja", "th", "lo", "my", "yue"}
+OPENING_PUNCTUATION = "\"'“¿¡([{-"  # after a space, part of the next word
+CLOSING_PUNCTUATION = "\"'.。,，!！?？:：”)]}、"
+
+# A text, and the indices of its tokens.
+WordTokens = tuple[str, list[int]]
 
 
 class WhisperVocabulary:
@@ -94,8 +101,54 @@ class WhisperVocabulary:
 
     def words(self, tokens: Sequence[int], language: str) -> list[WordTokens]:
         """Return each word's text and the indices of its tokens. `language` is a code."""
-        return split_words([self.token_bytes(token) for token in tokens], language)
+        characters = split_characters([self.token_bytes(token) for token in tokens])
+        words = characters if language in UNSPACED_LANGUAGES else join_characters(characters)
+        return list(merge_punctuation(words))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a text token, which may be part of a character."""
         return token_bytes(str(self.tokenizer.convert_ids_to_tokens(token)))
+
+
+# ── words, as transformers groups them in private functions (_combine_tokens_into_words) ──
+
+
+def split_characters(tokens: Sequence[bytes]) -> Iterator[WordTokens]:
+    """Group the tokens that share a character."""
+    data, indices = b"", list[int]()
+    for index, token in enumerate(tokens):
+        if indices and not 0x80 <= token[0] < 0xC0:
+            yield data.decode(errors="replace"), indices
+            data, indices = b"", []
+        data += token
+        indices.append(index)
+    if indices:
+        yield data.decode(errors="replace"), indices
+
+
+def join_characters(characters: Iterator[WordTokens]) -> Iterator[WordTokens]:
+    """Join characters to words that begin at a space; punctuation is a word by itself."""
+    word: WordTokens | None = None
+    for text, indices in characters:
+        if word is None:
+            word = text, indices
+        elif text.startswith(" ") or text.strip() in punctuation:
+            yield word
+            word = text, indices
+        else:
+            word = word[0] + text, word[1] + indices
+    if word is not None:
+        yield word
+
+
+def merge_punctuation(words: Iterator[WordTokens]) -> Iterator[WordTokens]:
+    word, opens = ("", list[int]()), True
+    for text, indices in words:
+        if opens or (text in CLOSING_PUNCTUATION and not word[0].endswith(" ")):
+            word = word[0] + text, word[1] + indices
+        else:
+            yield word
+            word = text, indices
+        opens = text.startswith(" ") and text.strip() in OPENING_PUNCTUATION
+    if word[1]:
+        yield word

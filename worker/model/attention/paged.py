@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -265,7 +264,7 @@ class AttentionMetadata(AttentionBackend):
         rows = self.offsets[members, None] + np.minimum(within, widths[:, None] - 1)
         unpadded = None if is_token.all() else to_device(np.flatnonzero(is_token), device)
         is_whole_step = unpadded is None and b == len(self.widths)
-        blocks = ranges = device_ranges = mask = extents = None
+        blocks = ranges = device_ranges = mask = None
         begin, keys = np.zeros_like(starts), t
         if t == 1 or starts.any():
             gathered, begin = self._gathered(members, window, chunk)
@@ -276,14 +275,9 @@ class AttentionMetadata(AttentionBackend):
             device_ranges = to_device(ranges, device)
             if t <= BLOCK:
                 mask = make_mask(device_ranges, slice(0, keys), self.cache.dtype)
-            elif not needs_mask and not ranges[0].any():
-                reaches = starts + widths - begin
-                extents = list(zip(widths.tolist(), reaches.tolist(), strict=True))
         target_rows = None if is_whole_step else to_device(rows[is_token], device)
         rows = None if is_whole_step else to_device(rows.ravel(), device)
-        return SpanGroup(
-            rows, unpadded, target_rows, (b, t), blocks, ranges, device_ranges, mask, extents
-        )
+        return SpanGroup(rows, unpadded, target_rows, (b, t), blocks, ranges, device_ranges, mask)
 
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
         """Return the members' visible blocks [b, n], and the position where each row begins [b]."""
@@ -372,9 +366,8 @@ class BidirectionalMetadata(AttentionMetadata):
 class SpanGroup:
     """Spans that share one attention call: b spans, padded to the t tokens of the widest.
 
-    Each query attends to one range of its span's keys. Long spans attend with an offset where flash
-    attention is available. Otherwise their masks are recomputed for each layer, for few queries at
-    a time, which bounds their memory.
+    Each query attends to one range of its span's keys. The masks of long spans are recomputed for
+    each layer, for few queries at a time, which bounds their memory.
     """
 
     rows: Tensor | None  # [b * t] rows of the step, padding repeats the last; None: all, in order
@@ -385,8 +378,6 @@ class SpanGroup:
     ranges: Any  # int [2, b, t] first and last key of each query; None: causal
     device_ranges: Tensor | None  # `ranges` on the device
     mask: Tensor | None  # of short spans, shared by all layers
-    # queries and keys of each span, if these are causal: the last query sees all keys; else None
-    extents: list[tuple[int, int]] | None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
@@ -403,12 +394,6 @@ class SpanGroup:
             return out.transpose(1, 2)
         if self.mask is not None:
             return _masked_attention(q, k, v, self.mask, scale, softcap, sinks)
-        if self.extents is not None and has_flash_attention(q, v):
-            out = q.new_empty(*q.shape[:3], v.shape[3])
-            for span, (width, reach) in enumerate(self.extents):
-                part = q[span, :width], k[span, :reach], v[span, :reach]
-                out[span, :width] = _offset_attention(*part, scale)
-            return out
         # of one span, and of several, whose masks are repeated for each query head
         limits = MAX_MASK_ELEMENTS, MAX_MASK_ELEMENTS // heads_per_key
         if _materializes_scores(softcap, sinks):
@@ -421,23 +406,6 @@ class SpanGroup:
                 q[spans, queries], k[spans, keys], v[spans, keys], mask, scale, softcap, sinks
             )
         return out
-
-
-def has_flash_attention(q: Tensor, v: Tensor) -> bool:
-    """Return whether torch has attention with an offset of the queries, without a mask in memory,
-    for q [..., D] and v [..., Dv]."""
-    size = q.shape[-1]
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cuda" and half and size == v.shape[-1] <= MAX_FLASH_SIZE
-
-
-def _offset_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return [t, H, D] for the last t queries [t, H, D] of a span, k and v [keys, Hkv, D]."""
-    bias = causal_lower_right(len(q), len(k))
-    gqa = q.shape[1] > k.shape[1]
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
-    return out[0].transpose(0, 1)
 
 
 def make_mask(ranges: Tensor, keys: slice, dtype: torch.dtype) -> Tensor:
