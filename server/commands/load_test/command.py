@@ -102,7 +102,6 @@ async def measure(args: argparse.Namespace, generator: LoadGenerator) -> Record:
     progress = asyncio.create_task(show_progress(generator)) if sys.stderr.isatty() else None
     try:
         try:
-            await generator.client.resolve()
             await generator.closed_loop(args.concurrency, args.warmup, math.inf)
         finally:
             generator.record = Record()
