@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,7 +31,7 @@ from server.core.api_keys import Keyring
 from server.core.request_context import RequestRecord
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, IncomingRequest, WorkerClient
-from server.http.access import Cors, identify, limit_headers
+from server.http.access import identify, limit_headers
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import (
@@ -110,7 +111,7 @@ class Application:
         self.telemetry: Telemetry | None = None
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
-            self.respond = Cors(
+            self.respond = CORSMiddleware(
                 self._respond,
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],

@@ -410,7 +410,7 @@ def test_keys_and_origins() -> None:
         preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         assert httpx.options(server.url, headers=preflight).status_code == 200
         preflight["Origin"] = "https://b.example"
-        error_of(httpx.options(server.url, headers=preflight))
+        assert httpx.options(server.url, headers=preflight).status_code == 400
         refused = httpx.post(server.url, content="x", headers={"Origin": "https://a.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
