@@ -2,8 +2,7 @@
 
     arguments → LoadGenerator, one target at a time → table and JSON on stdout, progress on stderr
 
-`scripts/load_test.py` is the same. It runs on any Python without installed packages: only a PNG
-plot needs Pillow.
+`scripts/load_test.py` is the same. It runs on any Python without installed packages.
 """
 
 import argparse
