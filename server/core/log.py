@@ -55,11 +55,6 @@ def uvicorn_config(log_format: str = "text") -> dict[str, Any]:
     }
 
 
-def log_fields(logger: logging.Logger, level: int, message: str, fields: dict[str, Any]) -> None:
-    """Log a message with values by name: members of a JSON line."""
-    logger.log(level, message, extra={"fields": fields})
-
-
 class OneLineFormatter(logging.Formatter):
     """Escape control characters, so that a traceback stays one event and no text looks like one."""
 
@@ -99,6 +94,7 @@ FORMATTERS = {"text": OneLineFormatter, "json": JsonFormatter}
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the values by name that a caller logs by `extra`: members of a JSON line."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     return fields
 

@@ -84,7 +84,8 @@ def parse_json(body: bytes) -> Document:
 
 def parse_value(body: bytes, name: str = "the body") -> Any:
     """Return a JSON value. Raises InvalidInput, whose message starts with `name`."""
-    check_values(body, name)
+    if has_values(body, MAX_VALUES):
+        raise InvalidInput(f"{name} has more than {MAX_VALUES} JSON values")
     try:
         return orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
@@ -105,12 +106,6 @@ def read_object(text: str) -> Document:
         except (ValueError, RecursionError):
             return {}
     return value if isinstance(value, dict) else {}
-
-
-def check_values(body: bytes, name: str = "the body") -> None:
-    """Raise InvalidInput for JSON of more than MAX_VALUES keys and values."""
-    if has_values(body, MAX_VALUES):
-        raise InvalidInput(f"{name} has more than {MAX_VALUES} JSON values")
 
 
 def has_values(body: bytes, number: int) -> bool:
