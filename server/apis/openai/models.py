@@ -35,6 +35,7 @@ from worker.registry import ServedModel, TextModelInfo
 from worker.task_detection import split_file
 from worker.tasks import TASKS
 
+POLL_S = 0.1  # between two looks at a model that is loading
 MAX_NAME = 200  # characters that are compared with patterns
 ANY_MODEL = ("", "dummy", "tgi")  # sent by clients that have to name a model
 KIND_TASKS = {
@@ -440,27 +441,26 @@ class LoadEvents(Response):
 
     def __init__(self, model: NamedModel) -> None:
         self.model = model
-        self.changed = asyncio.Event()
+        self.is_idle = False  # the connection needs a comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watchers = self.model.residency.watchers
-        watchers.add(self.changed)
-        try:
-            await EventStream(scope, send, self.changed.set).run(self.events())
-        finally:
-            watchers.discard(self.changed)
+        await EventStream(scope, send, self._wake).run(self.events())
+
+    def _wake(self) -> None:
+        self.is_idle = True
 
     async def events(self) -> AsyncIterator[bytes]:
         sent = b""
         while True:
-            self.changed.clear()
             event = self.model.load_event()
-            frame = data_frame(event)
-            yield COMMENT if frame == sent else frame
-            sent = frame
+            if (frame := data_frame(event)) != sent:
+                yield frame
+            elif self.is_idle:
+                yield COMMENT
+            sent, self.is_idle = frame, False
             if event.status != "loading":
                 return
-            await self.changed.wait()
+            await asyncio.sleep(POLL_S)
 
 
 async def listing(group: ModelGroup) -> ModelList:
