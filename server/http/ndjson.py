@@ -32,7 +32,6 @@ from server.http.request import (
     NDJSON,
     Application,
     count_failure,
-    linger,
     read_headers,
     receive_until,
 )
@@ -158,8 +157,6 @@ class LineStream(Generic[P]):
             for task in tasks:
                 if task.done() and not task.cancelled() and (error := task.exception()):
                     raise error
-            if not self.body_ended:
-                await linger(self.receive)  # closing at once would reset the connection
             await self.response.finish()
         finally:
             self.worker_client.on_drain.discard(self._on_drain)

@@ -8,7 +8,6 @@ connections.py limits headers, json.py limits JSON, access.py checks API keys, a
 refuses requests of other sites' pages.
 """
 
-import asyncio
 import contextlib
 import itertools
 import math
@@ -53,8 +52,6 @@ MAX_HEADERS = 256
 TOO_MANY_HEADERS = f"there are more than {MAX_HEADERS} headers"
 MAX_BODIES = 16  # all bodies together may take this many times MAX_BODY_MB
 SEND_BYTES = 1 << 16  # larger responses are sent in pieces of this size
-# A refused body is read and dropped for this long: otherwise the client may miss the response.
-LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
 NOT_STARTED = (
     "the app has not been started, because Starlette runs no lifespan of a mounted app: "
@@ -295,12 +292,9 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
         chunk, more = await receive_until(receive, scope["transfer"], until)
         app.count_body(scope, len(chunk))
         body += chunk
-    if not more and len(body) <= limit:
-        return bytes(body)
-    is_waiting = not body and headers.get(b"expect", b"").lower() == b"100-continue"
-    if more and not is_waiting:  # else the client sends no body
-        await linger(receive)
-    raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
+    if more or len(body) > limit:
+        raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB")
+    return bytes(body)
 
 
 async def receive_until(
@@ -311,21 +305,12 @@ async def receive_until(
     try:
         message = await transfer.wait(receive(), deadline - time.monotonic())
     except TimeoutError:
-        reason = "the body stopped arriving, or arrived too slowly"
-        raise HttpError(408, reason, headers=CLOSE) from None
+        raise HttpError(408, "the body stopped arriving, or arrived too slowly") from None
     if message["type"] == "http.disconnect":
         raise ClientGone("the client has disconnected")
     body: bytes = message.get("body", b"")
     transfer.moved += len(body)
     return body, message.get("more_body", False)
-
-
-async def linger(receive: Receive) -> None:
-    """Read and drop the rest of a refused body, for at most LINGER_S."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (await receive()).get("more_body", False):
-                pass
 
 
 def is_ndjson(scope: Scope) -> bool:

@@ -278,7 +278,7 @@ def test_invalid_requests_get_an_envelope_with_the_reason(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.http.request.LINGER_S", 3600)  # no response waits for it
+    monkeypatch.setattr("server.http.connections.LINGER_S", 3600)  # no response waits for it
     started = time.process_time()  # ours alone: the machine may have more to do
     response = httpx.post(server.url, content=body, headers={"content-type": media})
     assert time.process_time() - started < 1
