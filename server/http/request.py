@@ -284,8 +284,7 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
     Raises HttpError (413) for a large one, HttpError (408) if nothing arrives for BODY_TIMEOUT_S or
     at the deadline, QueueFull if all bodies take too much memory, and ClientGone."""
     app: Application = scope["app"]
-    limit, content_length = app.max_body, headers.get(b"content-length", b"")
-    announced = int(content_length[:20]) if content_length.isdigit() else 0
+    limit, announced = app.max_body, content_length(headers)
     body, more = bytearray(), True  # a list of small chunks would take much more memory
     while more and max(announced, len(body)) <= limit:
         until = min(time.monotonic() + app.settings.body_timeout_s, deadline)
@@ -319,6 +318,12 @@ def is_ndjson(scope: Scope) -> bool:
         if name == b"content-type":
             return media_type({name: value}) in NDJSON_TYPES
     return False
+
+
+def content_length(headers: Headers) -> int:
+    """Return the announced size of a body; 0 if there is none."""
+    length = headers.get(b"content-length", b"")
+    return int(length[:20]) if length.isdigit() else 0
 
 
 def media_type(headers: Headers) -> str:

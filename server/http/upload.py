@@ -23,6 +23,7 @@ from server.http.form import MAX_FIELD_BYTES, MAX_PARTS, Form
 from server.http.request import (
     MAX_BODIES,
     Headers,
+    content_length,
     media_type,
     read_headers,
     receive_until,
@@ -84,29 +85,24 @@ class Uploads:
     ) -> None:
         """Feed the whole body to the form."""
         settings, started = scope["app"].settings, time.monotonic()
-        content_length = headers.get(b"content-length", b"")
-        if (
-            content_length.isdigit()
-            and int(content_length[:20]) > self.max_bytes + MAX_FIELDS_BYTES
-        ):
-            raise self._too_large()
+        too_large = HttpError(413, f"the file is larger than {self.max_mb:g} MB")
+        limit, received = self.max_bytes + MAX_FIELDS_BYTES, 0
+        if content_length(headers) > limit:
+            raise too_large
         chunk, more = bytearray(), True
         while more:
-            slowest = started + settings.body_timeout_s + form.received / MIN_BYTES_PER_S
+            slowest = started + settings.body_timeout_s + received / MIN_BYTES_PER_S
             until = min(time.monotonic() + settings.body_timeout_s, slowest, deadline)
             data, more = await receive_until(receive, transfer, until)
             chunk += data
-            form.received += len(data)
-            if form.received > self.max_bytes + MAX_FIELDS_BYTES:
-                raise self._too_large()
+            received += len(data)
+            if received > limit:
+                raise too_large
             self.spool.take(transfer, len(data))
             if len(chunk) >= CHUNK_BYTES or not more:
                 await to_thread.run_sync(form.feed, bytes(chunk), limiter=self._threads)
                 chunk.clear()
         form.finish()
-
-    def _too_large(self) -> HttpError:
-        return HttpError(413, f"the file is larger than {self.max_mb:g} MB")
 
 
 def boundary_from(headers: Headers) -> bytes:
