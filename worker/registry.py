@@ -81,7 +81,6 @@ class ServedModel:
         # the bytes that loading takes at least, and those that are free; on the loader thread
         self.measure: Callable[[], tuple[int, int]] = lambda: (0, sys.maxsize)
         self.progress = LoadProgress()
-        self.on_progress: Callable[[], object] = lambda: None  # called on the loader thread
         self.info: ModelInfo | None = None  # since the first load, as the next
         self.text_info: TextModelInfo | None = None
         self.memory: list[Memory] = []
@@ -142,7 +141,6 @@ class ServedModel:
 
         def report(progress: LoadProgress) -> None:
             self.progress = progress
-            self.on_progress()
 
         context = self._loading = LoadContext(run, report, limit)
         engine: Engine | None = None

@@ -10,11 +10,14 @@ import logging
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from batching.fair_share import Priority
 from batching.token_bucket import TokenBucket
@@ -22,12 +25,23 @@ from server.core.settings import Settings, SettingsError, read_toml
 
 log = logging.getLogger("onequeue.api_keys")
 
-MAX_SHARE, MAX_LIMIT = 1000, 10**12
 NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
-SHA256 = re.compile(r"[\da-fA-F]{64}", re.ASCII)
+MAX_REASON = 200  # characters of the error about a table
+Limit = Annotated[int, Meta(ge=1, le=10**12)]
 PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 # Ids of the file's keys start with a character that no key of a setting has.
 FILE_PREFIX = b"\0"
+
+
+class KeyTable(Struct, forbid_unknown_fields=True):
+    """A table [keys.NAME] of the file."""
+
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
+    priority: Literal["interactive", "batch", "background"] = "interactive"
+    share: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
+    admin: bool = False
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,56 +125,25 @@ def read_keys(file: str, before: dict[bytes, ApiKey]) -> dict[bytes, ApiKey]:
 def _key_of(where: str, name: str, table: Any, before: dict[bytes, ApiKey]) -> tuple[bytes, ApiKey]:
     if not NAME.fullmatch(name):
         raise SettingsError(f"{where}: a name has 1 to 64 letters, digits, and _ . @ -")
-    if not isinstance(table, dict) or "sha256" not in table:
-        raise SettingsError(f"{where}: must be a table with sha256, the SHA-256 of the key")
-    for field, value in table.items():
-        if field not in FIELDS:
-            raise SettingsError(
-                f"{where}: unknown field {field[:64]!r}, must be one of {', '.join(FIELDS)}"
-            )
-        is_valid, accepted = FIELDS[field]
-        if not is_valid(value):
-            given = "" if field == "sha256" else f", not {value!r:.64}"
-            raise SettingsError(f"{where}.{field}: must be {accepted}{given}")
+    try:
+        rights = msgspec.convert(table, KeyTable)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{where}: {str(error)[:MAX_REASON]}") from None
     id = FILE_PREFIX + name.encode()
     old = before.get(id)
     key = ApiKey(
         id,
         name,
-        PRIORITIES[table.get("priority", "interactive")],
-        float(table.get("share", 1)),
-        table.get("admin", False),
-        _bucket(table.get("requests_per_minute"), old.requests if old else None),
-        _bucket(table.get("tokens_per_minute"), old.tokens if old else None),
+        PRIORITIES[rights.priority],
+        rights.share,
+        rights.admin,
+        _bucket(rights.requests_per_minute, old.requests if old else None),
+        _bucket(rights.tokens_per_minute, old.tokens if old else None),
     )
-    return bytes.fromhex(table["sha256"]), key
+    return bytes.fromhex(rights.sha256), key
 
 
 def _bucket(per_minute: int | None, before: TokenBucket | None) -> TokenBucket | None:
     if per_minute is None or (before and before.per_minute == per_minute):
         return before if per_minute else None
     return TokenBucket(per_minute, time.monotonic())
-
-
-def _is_sha256(value: object) -> bool:
-    return isinstance(value, str) and SHA256.fullmatch(value) is not None
-
-
-def _is_share(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 1 / MAX_SHARE <= value <= MAX_SHARE  # type: ignore[operator]
-
-
-def _is_limit(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_LIMIT
-
-
-# With the values that are accepted.
-FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "sha256": (_is_sha256, "64 hexadecimal digits"),
-    "priority": (lambda value: value in [*PRIORITIES], f"one of {', '.join(PRIORITIES)}"),
-    "share": (_is_share, f"a number from {1 / MAX_SHARE:g} to {MAX_SHARE}"),
-    "requests_per_minute": (_is_limit, f"a whole number from 1 to {MAX_LIMIT}"),
-    "tokens_per_minute": (_is_limit, f"a whole number from 1 to {MAX_LIMIT}"),
-    "admin": (lambda value: isinstance(value, bool), "true or false"),
-}

@@ -19,16 +19,6 @@ MAX_LINES = 300  # of a traceback
 LIBRARIES = ("asyncio", "opentelemetry")  # that log while requests are served
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"""[^\s"'=]+""")  # a value that needs no quotes
-# uvicorn's messages about its lifecycle; lifespan.py logs the lines that matter.
-LIFECYCLE = {
-    "Started server process [%d]",
-    "Waiting for application startup.",
-    "Application startup complete.",
-    "Shutting down",
-    "Waiting for application shutdown.",
-    "Application shutdown complete.",
-    "Finished server process [%d]",
-}
 
 
 def configure_log(log_format: str = "text") -> None:
@@ -56,19 +46,13 @@ def uvicorn_config(log_format: str = "text") -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"()": formatter, "fmt": FORMAT}},
-        "filters": {"lifecycle": {"()": "server.core.log.LifecycleFilter"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
         "loggers": {
             "uvicorn": logger,
-            "uvicorn.error": {"level": "INFO", "filters": ["lifecycle"]},
+            "uvicorn.error": {"level": "INFO"},
             "uvicorn.access": logger,
         },
     }
-
-
-def log_fields(logger: logging.Logger, level: int, message: str, fields: dict[str, Any]) -> None:
-    """Log a message with values by name: members of a JSON line."""
-    logger.log(level, message, extra={"fields": fields})
 
 
 class OneLineFormatter(logging.Formatter):
@@ -110,6 +94,7 @@ FORMATTERS = {"text": OneLineFormatter, "json": JsonFormatter}
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the values by name that a caller logs by `extra`: members of a JSON line."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     return fields
 
@@ -130,10 +115,3 @@ def silence_libraries() -> None:
     logger = logging.getLogger("transformers")
     if logger.level == logging.WARNING:  # its default
         logger.setLevel(logging.ERROR)
-
-
-class LifecycleFilter(logging.Filter):
-    """Drop uvicorn's lines about the life cycle, which server/lifespan.py logs."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.INFO or record.msg not in LIFECYCLE

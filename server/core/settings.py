@@ -22,7 +22,6 @@ from dotenv import dotenv_values, load_dotenv
 MODEL_SETTINGS = (
     "pipeline_model", "chat_model", "embedding_model", "rerank_model", "transcription_model",
 )  # fmt: skip
-MAX_FILE_BYTES = 1 << 22
 MAX_NUMBER = 10**9  # as seconds less than a wait of a thread may take
 MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 # A longer variable that differs from a name this short is likely another program's.
@@ -362,42 +361,15 @@ def parse_models(setting: str, value: str) -> tuple[ModelReference, ...]:
 
 
 def split_entries(value: str) -> list[str]:
-    """Return the entries of a setting. The path of a folder may contain commas, and so may JSON."""
-    parts, entries = re.split(f",{OUTSIDE_BRACES}", value), []
-    while parts:
-        count = next((n for n in range(len(parts), 1, -1) if _is_in_path(parts[:n])), 1)
-        entries.append(",".join(parts[:count]).strip())
-        parts = parts[count:]
-    return entries
-
-
-def _is_in_path(parts: list[str]) -> bool:
-    """Return whether all commas between the parts belong to the path of an entry."""
-    entry = ",".join(parts).strip()
-    model = _split_options(entry)[0]
-    return model.count(",") >= len(parts) - 1 and _is_local_entry(model)
-
-
-def _split_options(entry: str) -> list[str]:
-    """Return `[NAME=]MODEL` and the options. The path of a folder may contain semicolons."""
-    parts = entry.split(";")
-    for count in range(len(parts), 1, -1):
-        if _is_local_entry(model := ";".join(parts[:count])):
-            return [model, *parts[count:]]
-    return parts
-
-
-def _is_local_entry(entry: str) -> bool:
-    name, _, path = entry.partition("=")
-    return is_local(entry) or bool(SERVED_NAME.fullmatch(name) and path and is_local(path))
+    """Return the entries of a setting. JSON in an option may have commas."""
+    return [entry.strip() for entry in re.split(f",{OUTSIDE_BRACES}", value)]
 
 
 def split_entry(entry: str) -> tuple[str, str, str]:
-    """Return the name that an entry gives, or "", its path and its options. A folder whose path
-    contains `=` or `;` is a path."""
-    model, *options = _split_options(entry)
-    name, separator, path = model.partition("=")
-    if not (separator and path and SERVED_NAME.fullmatch(name)) or is_local(model):
+    """Return the name that an entry gives, or "", its path and its options."""
+    model, _, options = entry.partition(";")
+    name, _, path = model.partition("=")
+    if not (path and SERVED_NAME.fullmatch(name)):
         name, path = "", model
     if not is_local(path):
         if link := HUB_LINK.fullmatch(path):
@@ -406,7 +378,7 @@ def split_entry(entry: str) -> tuple[str, str, str]:
             path = file
         elif gguf := GGUF_NAME.fullmatch(path):
             path = f"{gguf[1]}/{gguf[3]}{gguf[2] or gguf[4] or ''}"
-    return name, path, ";".join(options)
+    return name, path, options
 
 
 @cache
@@ -479,15 +451,11 @@ def read_toml(file: str, where: str) -> dict[str, Any]:
 
 def _read_text(file: str, where: str) -> str:
     try:
-        with Path(file).expanduser().open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-        if len(content) <= MAX_FILE_BYTES:
-            return content.decode("utf-8-sig")  # Windows editors begin a text with a mark
+        return Path(file).expanduser().read_text("utf-8-sig")  # Windows editors begin with a mark
     except OSError as error:
         raise SettingsError(f"{where}: {error}") from None
     except UnicodeDecodeError:
         raise SettingsError(f"{where}: is not UTF-8 text") from None
-    raise SettingsError(f"{where}: is larger than {MAX_FILE_BYTES} bytes")
 
 
 def load_env_file(file: str) -> None:

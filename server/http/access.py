@@ -1,5 +1,4 @@
-"""Access control: API keys with their classes and limits, checked before a request is routed, and
-cross-origin requests."""
+"""Access control: API keys with their classes and limits, checked before a request is routed."""
 
 import math
 import time
@@ -9,9 +8,6 @@ from dataclasses import replace
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
@@ -21,7 +17,7 @@ from server.core.api_keys import NO_KEY, PRIORITIES, ApiKey, Keyring
 from server.core.request_context import RequestContext
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import HttpError
-from server.http.json import Header, to_json
+from server.http.json import Header
 from server.http.paths import route_path
 
 # No key is needed here: probes of a load balancer and a browser's request for an icon have none.
@@ -181,14 +177,3 @@ def is_open(method: str, path: str) -> bool:
     """Return whether no key is needed: for probes, and for the page, which asks for one itself."""
     is_page = path == "/" and method in ("GET", "HEAD")
     return is_page or path in OPEN_PATHS or path.startswith("/assets/")
-
-
-class Cors(CORSMiddleware):
-    """Starlette's middleware, with the error envelope for a refused preflight request."""
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code < 400:
-            return response
-        error = HttpError(400, bytes(response.body).decode())
-        return Response(to_json(error.document), 400, media_type="application/json")

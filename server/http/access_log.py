@@ -11,7 +11,6 @@ from typing import Any
 
 from starlette.types import Scope
 
-from server.core.log import log_fields
 from server.core.request_context import RequestRecord
 from server.http.paths import route_path
 
@@ -62,4 +61,4 @@ def _log(message: str, scope: Scope, fields: dict[str, Any]) -> None:
         fields["output_tokens"] = record.output_tokens
     if record.error:
         fields["error"] = record.error
-    log_fields(log, logging.INFO, message, fields)
+    log.info(message, extra={"fields": fields})

@@ -26,7 +26,6 @@ from server.http.access import network_of
 from server.http.errors import HttpError
 from server.http.json import to_json
 from server.http.request import (
-    LINGER_S,
     MAX_HEADERS,
     TOO_MANY_HEADERS,
     Application,
@@ -40,6 +39,8 @@ MIN_READ_BYTES = 64_000
 STALLED_S = 60.0
 MAX_PARSE_S = 0.001  # after a read that took longer to parse, as chunks of a few bytes do,
 REST_FACTOR = 40  # nothing is read from the connection for this many times as long
+# What arrives of a refused body is dropped for this long: else the client may miss the response.
+LINGER_S = 5.0
 DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
 # The part of the open files that connections may take; bodies, responses and models need others.

@@ -56,13 +56,6 @@ class Fetcher:
             max_keepalive_connections=0, network_backend=PublicBackend()
         )
 
-    def check(self, link: str, param: str) -> None:
-        """Raise InvalidInput for a URL that may not be fetched; nothing is sent."""
-        try:
-            self._parse(link)
-        except NotFetched as error:
-            raise InvalidInput.at(param, str(error)) from None
-
     async def fetch(self, link: str, param: str, count: Callable[[int], None]) -> bytes:
         """Return the bytes of a URL.
 

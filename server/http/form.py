@@ -40,7 +40,6 @@ class Form:
         self.folder = folder  # of the file; None: that of temporary files
         self.filename = ""  # that the client gives
         self.fields: dict[str, list[str]] = {}
-        self.received = 0  # bytes of the body; upload.py counts them
         self.file_bytes = 0
         self._descriptor = -1  # of the file, while it is open
         self._path = ""

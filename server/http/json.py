@@ -11,6 +11,7 @@ import re
 import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -40,29 +41,17 @@ to_json = msgspec.json.Encoder().encode  # of structs, dicts and lists
 class InvalidJson(InvalidInput): ...
 
 
-class JsonBodyParser:
-    """Parse an endpoint's bodies: large ones one at a time, in a thread. Many large bodies at once
-    then take no more memory than one, and other endpoints are not slowed down by them.
-
-    Bodies of many values are parsed one at a time in the process, since each holds the interpreter
-    lock for long; bodies of fewer values do not wait for them."""
-
-    def __init__(self) -> None:
-        self._limiter = anyio.CapacityLimiter(1)
-
-    async def run(
-        self, parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
-    ) -> T:
-        """`blocks`: parsing takes long even for a small body."""
-        if len(body) <= INLINE_BYTES:
-            return await in_thread(parse, body, deadline, None) if blocks else parse(body)
-
-        def parse_unless_heavy(body: bytes) -> tuple[T] | None:
-            return None if has_values(body, HEAVY_VALUES) else (parse(body),)
-
-        if result := await in_thread(parse_unless_heavy, body, deadline, self._limiter):
-            return result[0]
-        return await in_thread(parse, body, deadline, heavy_limiter())
+async def parse_body(
+    parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
+) -> T:
+    """Parse a body, a large one in a thread. Bodies of many values are parsed one at a time, since
+    each holds the interpreter lock for long; others do not wait for them. `blocks`: parsing takes
+    long even for a small body."""
+    if len(body) <= INLINE_BYTES and not blocks:
+        return parse(body)
+    count = partial(has_values, number=HEAVY_VALUES)
+    is_heavy = len(body) > INLINE_BYTES and await in_thread(count, body, deadline, None)
+    return await in_thread(parse, body, deadline, heavy_limiter() if is_heavy else None)
 
 
 def heavy_limiter() -> anyio.CapacityLimiter:
@@ -95,14 +84,13 @@ def parse_json(body: bytes) -> Document:
 
 def parse_value(body: bytes, name: str = "the body") -> Any:
     """Return a JSON value. Raises InvalidInput, whose message starts with `name`."""
-    check_values(body, name)
+    if has_values(body, MAX_VALUES):
+        raise InvalidInput(f"{name} has more than {MAX_VALUES} JSON values")
     try:
         return orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         if not body:
             raise InvalidInput(f"{name} is empty: it must be JSON") from None
-        if (param := _lone_surrogate(body)) is not None:
-            raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
         raise InvalidJson(f"{name} is not valid JSON: {error}") from None
 
 
@@ -118,12 +106,6 @@ def read_object(text: str) -> Document:
         except (ValueError, RecursionError):
             return {}
     return value if isinstance(value, dict) else {}
-
-
-def check_values(body: bytes, name: str = "the body") -> None:
-    """Raise InvalidInput for JSON of more than MAX_VALUES keys and values."""
-    if has_values(body, MAX_VALUES):
-        raise InvalidInput(f"{name} has more than {MAX_VALUES} JSON values")
 
 
 def has_values(body: bytes, number: int) -> bool:
@@ -151,29 +133,3 @@ def _without_escapes(body: bytes) -> Iterator[bytes]:
         if b"\\" in chunk:
             chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         yield chunk
-
-
-def _lone_surrogate(body: bytes) -> str | None:
-    """Return the path of a string with a lone surrogate, which JSON's grammar allows and orjson
-    refuses. Long bodies are not searched."""
-    if b"\\u" not in body or len(body) > MAX_VALUES:
-        return None
-    try:
-        path = next(_surrogate_paths(json.loads(body)), None)
-    except (ValueError, RecursionError):
-        return None
-    return path and path.removeprefix(".")
-
-
-def _surrogate_paths(node: Any) -> Iterator[str]:
-    if isinstance(node, str):
-        if SURROGATE.search(node):
-            yield ""
-    elif isinstance(node, dict):
-        if any(map(SURROGATE.search, node)):
-            yield ""
-        for key, value in node.items():
-            yield from (f".{key[:100]}{path}" for path in _surrogate_paths(value))
-    elif isinstance(node, list):
-        for n, value in enumerate(node):
-            yield from (f"[{n}]{path}" for path in _surrogate_paths(value))

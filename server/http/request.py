@@ -8,7 +8,6 @@ connections.py limits headers, json.py limits JSON, access.py checks API keys, a
 refuses requests of other sites' pages.
 """
 
-import asyncio
 import contextlib
 import itertools
 import math
@@ -20,6 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,7 +30,7 @@ from server.core.api_keys import Keyring
 from server.core.request_context import RequestRecord
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, IncomingRequest, WorkerClient
-from server.http.access import Cors, identify, limit_headers
+from server.http.access import identify, limit_headers
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import (
@@ -52,8 +52,6 @@ MAX_HEADERS = 256
 TOO_MANY_HEADERS = f"there are more than {MAX_HEADERS} headers"
 MAX_BODIES = 16  # all bodies together may take this many times MAX_BODY_MB
 SEND_BYTES = 1 << 16  # larger responses are sent in pieces of this size
-# A refused body is read and dropped for this long: otherwise the client may miss the response.
-LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
 NOT_STARTED = (
     "the app has not been started, because Starlette runs no lifespan of a mounted app: "
@@ -110,7 +108,7 @@ class Application:
         self.telemetry: Telemetry | None = None
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
-            self.respond = Cors(
+            self.respond = CORSMiddleware(
                 self._respond,
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
@@ -287,20 +285,16 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
     Raises HttpError (413) for a large one, HttpError (408) if nothing arrives for BODY_TIMEOUT_S or
     at the deadline, QueueFull if all bodies take too much memory, and ClientGone."""
     app: Application = scope["app"]
-    limit, content_length = app.max_body, headers.get(b"content-length", b"")
-    announced = int(content_length[:20]) if content_length.isdigit() else 0
+    limit, announced = app.max_body, content_length(headers)
     body, more = bytearray(), True  # a list of small chunks would take much more memory
     while more and max(announced, len(body)) <= limit:
         until = min(time.monotonic() + app.settings.body_timeout_s, deadline)
         chunk, more = await receive_until(receive, scope["transfer"], until)
         app.count_body(scope, len(chunk))
         body += chunk
-    if not more and len(body) <= limit:
-        return bytes(body)
-    is_waiting = not body and headers.get(b"expect", b"").lower() == b"100-continue"
-    if more and not is_waiting:  # else the client sends no body
-        await linger(receive)
-    raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
+    if more or len(body) > limit:
+        raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB")
+    return bytes(body)
 
 
 async def receive_until(
@@ -311,21 +305,12 @@ async def receive_until(
     try:
         message = await transfer.wait(receive(), deadline - time.monotonic())
     except TimeoutError:
-        reason = "the body stopped arriving, or arrived too slowly"
-        raise HttpError(408, reason, headers=CLOSE) from None
+        raise HttpError(408, "the body stopped arriving, or arrived too slowly") from None
     if message["type"] == "http.disconnect":
         raise ClientGone("the client has disconnected")
     body: bytes = message.get("body", b"")
     transfer.moved += len(body)
     return body, message.get("more_body", False)
-
-
-async def linger(receive: Receive) -> None:
-    """Read and drop the rest of a refused body, for at most LINGER_S."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (await receive()).get("more_body", False):
-                pass
 
 
 def is_ndjson(scope: Scope) -> bool:
@@ -334,6 +319,12 @@ def is_ndjson(scope: Scope) -> bool:
         if name == b"content-type":
             return media_type({name: value}) in NDJSON_TYPES
     return False
+
+
+def content_length(headers: Headers) -> int:
+    """Return the announced size of a body; 0 if there is none."""
+    length = headers.get(b"content-length", b"")
+    return int(length[:20]) if length.isdigit() else 0
 
 
 def media_type(headers: Headers) -> str:

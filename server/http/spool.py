@@ -16,7 +16,6 @@ from collections.abc import Hashable, Sequence
 import anyio.to_thread
 from starlette.types import Scope, Send
 
-from server.http.errors import as_client_gone
 from server.http.json import Header
 from server.http.transfers import Transfer
 
@@ -76,7 +75,7 @@ class SpooledResponse:
 
     def __init__(self, scope: Scope, send: Send, headers: Sequence[Header]) -> None:
         self.client_sends = True  # the body has not ended: the client may not read yet
-        self._start, self._send = send, scope["send"]
+        self._send = send
         self._headers = headers
         self._budget: SpoolBudget = scope["app"].spools
         self._client = scope["context"].client
@@ -120,13 +119,10 @@ class SpooledResponse:
             if not is_started:
                 is_started = True
                 start = {"type": "http.response.start", "status": 200, "headers": self._headers}
-                await self._start(start)
+                await self._send(start)
             if not piece:
                 return
-            try:
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-            except (OSError, RuntimeError) as error:
-                raise as_client_gone(error) from None
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def finish(self) -> None:
         """Send the end of the response."""

@@ -16,15 +16,14 @@ from anyio import CapacityLimiter, to_thread
 from python_multipart.multipart import parse_options_header
 from starlette.types import Receive, Scope
 
-from batching.errors import InvalidInput, OnequeueError
+from batching.errors import InvalidInput
 from server.core.worker_client import Deadlines
-from server.http.errors import HttpError, as_http_error
+from server.http.errors import HttpError
 from server.http.form import MAX_FIELD_BYTES, MAX_PARTS, Form
 from server.http.request import (
-    CLOSE,
     MAX_BODIES,
     Headers,
-    linger,
+    content_length,
     media_type,
     read_headers,
     receive_until,
@@ -86,39 +85,24 @@ class Uploads:
     ) -> None:
         """Feed the whole body to the form."""
         settings, started = scope["app"].settings, time.monotonic()
-        content_length = headers.get(b"content-length", b"")
-        if (
-            content_length.isdigit()
-            and int(content_length[:20]) > self.max_bytes + MAX_FIELDS_BYTES
-        ):
-            if headers.get(b"expect", b"").lower() != b"100-continue":  # else no body is sent
-                await linger(receive)
-            raise self._too_large()
+        too_large = HttpError(413, f"the file is larger than {self.max_mb:g} MB")
+        limit, received = self.max_bytes + MAX_FIELDS_BYTES, 0
+        if content_length(headers) > limit:
+            raise too_large
         chunk, more = bytearray(), True
         while more:
-            slowest = started + settings.body_timeout_s + form.received / MIN_BYTES_PER_S
+            slowest = started + settings.body_timeout_s + received / MIN_BYTES_PER_S
             until = min(time.monotonic() + settings.body_timeout_s, slowest, deadline)
             data, more = await receive_until(receive, transfer, until)
             chunk += data
-            form.received += len(data)
-            try:
-                if form.received > self.max_bytes + MAX_FIELDS_BYTES:
-                    raise self._too_large()
-                self.spool.take(transfer, len(data))
-                if len(chunk) >= CHUNK_BYTES or not more:
-                    await to_thread.run_sync(form.feed, bytes(chunk), limiter=self._threads)
-                    chunk.clear()
-            except (OnequeueError, HttpError) as error:
-                if not more:
-                    raise
-                await linger(receive)
-                response = as_http_error(error, scope, settings.debug)
-                response.headers = [*response.headers, *CLOSE]
-                raise response from error
+            received += len(data)
+            if received > limit:
+                raise too_large
+            self.spool.take(transfer, len(data))
+            if len(chunk) >= CHUNK_BYTES or not more:
+                await to_thread.run_sync(form.feed, bytes(chunk), limiter=self._threads)
+                chunk.clear()
         form.finish()
-
-    def _too_large(self) -> HttpError:
-        return HttpError(413, f"the file is larger than {self.max_mb:g} MB", headers=CLOSE)
 
 
 def boundary_from(headers: Headers) -> bytes:

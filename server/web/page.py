@@ -4,7 +4,6 @@ No API key and no slot of the queue is needed here: the page asks the user for a
 endpoints check it. The page's code is in assets/; page.js is its entry point.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from server import __version__
 from server.core.settings import Settings
 from server.core.worker_client import WorkerClient
+from server.http.cross_site import host_name
 from server.http.operation import HTML, TEXT, Operation
 from server.web.examples import ASSETS, MASK, curl_examples
 from worker.messages.protocol import ModelInfo
@@ -44,7 +44,6 @@ HEADERS = {
 }
 FILES = StaticFiles(directory=ASSETS)
 MAX_TAGS = 1000  # bytes of If-None-Match that are read
-_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?")
 
 
 @Operation(
@@ -79,7 +78,7 @@ class IndexPage:
     def plain_text(self, request: Request) -> str:
         """Return curl examples for the served models."""
         host = request.headers.get("host", "")
-        address = f"{request.scope['scheme']}://{host if _HOST.fullmatch(host) else 'localhost'}"
+        address = f"{request.scope['scheme']}://{host if host_name(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
         pipeline, language = self.info("pipeline"), self.info("generation")
         mask = pipeline.mask if pipeline and pipeline.mask else MASK

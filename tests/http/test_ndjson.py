@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from batching.step_times import StepTimes
-from server.http import connections, request, spool
+from server.http import connections, spool
 from server.http.loop_budget import LoopBudget
 from server.http.ndjson import LineWindow
 from tests.fakes import FakeRunner
@@ -321,7 +321,7 @@ def test_a_late_line_is_an_error_and_the_stream_goes_on() -> None:
 def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request, "LINGER_S", 0.2)
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)
     with serving(FakeRunner, body_timeout_s=0.2) as server, Client(server) as client:
         client.send("one")
         client.socket.sendall(chunk(b'"two'))
@@ -332,7 +332,7 @@ def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers(
 
 
 def test_a_stopping_server_answers_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "LINGER_S", 0.2)
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)
     runner = FakeRunner()
     with serving(lambda: runner) as server:
         runner.gate.clear()

@@ -278,7 +278,7 @@ def test_invalid_requests_get_an_envelope_with_the_reason(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.http.request.LINGER_S", 3600)  # no response waits for it
+    monkeypatch.setattr("server.http.connections.LINGER_S", 3600)  # no response waits for it
     started = time.process_time()  # ours alone: the machine may have more to do
     response = httpx.post(server.url, content=body, headers={"content-type": media})
     assert time.process_time() - started < 1
@@ -410,7 +410,7 @@ def test_keys_and_origins() -> None:
         preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         assert httpx.options(server.url, headers=preflight).status_code == 200
         preflight["Origin"] = "https://b.example"
-        error_of(httpx.options(server.url, headers=preflight))
+        assert httpx.options(server.url, headers=preflight).status_code == 400
         refused = httpx.post(server.url, content="x", headers={"Origin": "https://a.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"

@@ -58,23 +58,23 @@ def test_a_key_is_found_by_its_digest_with_its_rights(path: Path) -> None:
         ("[keys]", "must have a table"),
         ("key = 1\n" + table(), "must have a table"),
         ("[keys", "at end of document"),
-        ("[keys.a]\nshare = 1", "keys.a: must be a table with sha256"),
-        ("[keys]\na = 1", "keys.a: must be a table"),
+        ("[keys.a]\nshare = 1", "keys.a: Object missing required field `sha256`"),
+        ("[keys]\na = 1", "keys.a: Expected `object`, got `int`"),
         (table(name='"a b"'), "a name has"),
         (table(name='"' + "a" * 65 + '"'), "a name has"),
-        (table(digest="secret"), "keys.alice.sha256: must be 64 hexadecimal digits"),
-        (table("limit = 1"), "unknown field 'limit', must be one of sha256, priority"),
-        (table('priority = "high"'), "must be one of interactive, batch, background, not 'high'"),
-        (table("priority = [1]"), "must be one of"),
-        (table(f"{'x' * 9999} = 1"), "unknown field 'xxx"),
-        (table(f'priority = "{"x" * 9999}"'), "must be one of"),
-        (table("share = 0"), "keys.alice.share: must be a number from 0.001 to 1000, not 0"),
-        (table("share = nan"), "must be a number"),
-        (table("share = true"), "must be a number"),
-        (table("requests_per_minute = 0"), "must be a whole number from 1"),
-        (table("tokens_per_minute = 1.5"), "must be a whole number from 1"),
-        (table("tokens_per_minute = true"), "must be a whole number from 1"),
-        (table('admin = "yes"'), "must be true or false, not 'yes'"),
+        (table(digest="secret"), "keys.alice: Expected `str` matching regex"),
+        (table("limit = 1"), "unknown field `limit`"),
+        (table('priority = "high"'), "Invalid enum value 'high' - at `$.priority`"),
+        (table("priority = [1]"), "Expected `str`, got `array` - at `$.priority`"),
+        (table(f"{'x' * 9999} = 1"), "unknown field `xxx"),
+        (table(f'priority = "{"x" * 9999}"'), "Invalid enum value 'xxx"),
+        (table("share = 0"), "keys.alice: Expected `float` >= 0.001 - at `$.share`"),
+        (table("share = nan"), "Expected `float` >= 0.001"),
+        (table("share = true"), "Expected `float`, got `bool`"),
+        (table("requests_per_minute = 0"), "Expected `int` >= 1"),
+        (table("tokens_per_minute = 1.5"), "got `float` - at `$.tokens_per_minute`"),
+        (table("tokens_per_minute = true"), "got `bool`"),
+        (table('admin = "yes"'), "Expected `bool`, got `str` - at `$.admin`"),
         (table() + table(name="bob"), "alice and bob have the same sha256"),
         ("[keys.é]\nsha256 = 1", "at line 1"),
     ],
@@ -94,7 +94,7 @@ def test_an_invalid_file_is_refused_in_one_sentence_without_secrets(
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for content in (None, b"\xff\xfe", b"#" * (1 << 23)):
+    for content in (None, b"\xff\xfe"):
         path = tmp_path / "keys"
         if content is not None:
             path.write_bytes(content)

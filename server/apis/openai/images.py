@@ -80,9 +80,6 @@ class ImageLoader:
 
     async def _fetch_all(self, incoming: IncomingRequest, chat: Chat) -> Chat:
         """Return the chat with the bytes of its links; a disconnect or a failure cancels all."""
-        for image in chat.images:
-            if image.link:
-                self.fetcher.check(image.link, image.param)
         scope, receive, deadlines = incoming
         queue = self.worker_client.queue
         if self.fetching >= queue.capacity or not queue.has_room(scope["context"]):

@@ -1,7 +1,6 @@
 """The command line of `onequeue load`: its flags, and checks of their combinations."""
 
 import argparse
-import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -54,12 +53,10 @@ def parse_args(program: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
-    if path.suffix not in (".svg", ".png"):
-        parser.error(f"--plot {path}: must end in .svg or .png")
+    if path.suffix != ".svg":
+        parser.error(f"--plot {path}: must end in .svg")
     if not path.parent.is_dir():
         parser.error(f"--plot {path}: no such directory")
-    if path.suffix == ".png" and not importlib.util.find_spec("PIL"):
-        parser.error(f"--plot {path}: a .png plot needs Pillow; .svg needs no package")
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -98,7 +95,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--stream", action="store_true", help="chat: measure first-token and inter-token times")
     add("--header", type=header, action="append", default=[], metavar='"K: V"')
     add("--seed", type=int, default=0)
-    add("--plot", metavar="FILE", help="write a latency plot, .svg, or .png (needs Pillow)")
+    add("--plot", metavar="FILE", help="write a latency plot, .svg")
     return parser
 
 

@@ -2,8 +2,7 @@
 
     arguments → LoadGenerator, one target at a time → table and JSON on stdout, progress on stderr
 
-`scripts/load_test.py` is the same. It runs on any Python without installed packages: only a PNG
-plot needs Pillow.
+`scripts/load_test.py` is the same. It runs on any Python without installed packages.
 """
 
 import argparse
@@ -102,7 +101,6 @@ async def measure(args: argparse.Namespace, generator: LoadGenerator) -> Record:
     progress = asyncio.create_task(show_progress(generator)) if sys.stderr.isatty() else None
     try:
         try:
-            await generator.client.resolve()
             await generator.closed_loop(args.concurrency, args.warmup, math.inf)
         finally:
             generator.record = Record()

@@ -6,14 +6,12 @@ data as it arrives, so that ChatStream can record the time of each token.
 """
 
 import asyncio
-import contextlib
 import errno
 import json
-import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import SplitResult
 
 # Below the usual server keep-alive (5 s), so that a request never races the server's close.
@@ -103,29 +101,12 @@ class Client:
     def __init__(self, url: SplitResult, headers: dict[str, str]) -> None:
         secure = url.scheme == "https"
         self.host, self.port = url.hostname or "", url.port or (443 if secure else 80)
-        # TLS is verified for the URL's name; `resolve` replaces `host` by an address.
-        self.tls: dict[str, Any] = {}
-        if secure:
-            self.tls = {"ssl": ssl.create_default_context(), "server_hostname": self.host}
+        self.tls = ssl.create_default_context() if secure else None
         head = f"POST {url.path or '/'}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
         fields = {"host": url.netloc} | headers
         head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self.head = head.encode("latin-1")
         self.idle: list[Connection] = []
-
-    async def resolve(self) -> None:
-        """Choose one address, so that no look-up and no fall-back counts as latency."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(socket.gaierror):
-            infos = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
-            self.host = addresses[0]
-            for address in addresses if len(addresses) > 1 else ():
-                with contextlib.suppress(OSError):
-                    _, writer = await asyncio.open_connection(address, self.port)
-                    writer.close()
-                    self.host = address
-                    return
 
     async def post(self, body: bytes, on_event_data: OnData | None = None) -> HttpResponse:
         while self.idle:
@@ -134,9 +115,8 @@ class Client:
                 break
             connection.writer.transport.abort()
         else:
-            connection = Connection(
-                *await asyncio.open_connection(self.host, self.port, **self.tls)
-            )
+            opened = await asyncio.open_connection(self.host, self.port, ssl=self.tls)
+            connection = Connection(*opened)
         keep_alive = False
         try:
             request = self.head + b"content-length: %d\r\n\r\n" % len(body) + body

@@ -1,6 +1,6 @@
 """The latency plot of a load test: every response over time, and the latencies' distribution.
 
-`plot` draws two panels, by axes, on a canvas: SVG by the standard library, PNG by Pillow.
+`plot` draws two panels, by axes, on a canvas of SVG.
 """
 
 import math
@@ -26,7 +26,7 @@ def plot(
     curves: dict[str, list[float]],
 ) -> None:
     """Draw every response over time on the left, the distribution of each curve on the right."""
-    canvas: Canvas = PngCanvas() if path.endswith(".png") else SvgCanvas()
+    canvas = Canvas()
     canvas.text(20, 26, title[:120], size=16)
     canvas.text(20, 46, subtitle)
     if points:
@@ -43,7 +43,7 @@ def plot(
     canvas.save(path)
 
 
-class SvgCanvas:
+class Canvas:
     """Draw by coordinates in pixels from the top left."""
 
     def __init__(self) -> None:
@@ -68,32 +68,6 @@ class SvgCanvas:
 
     def save(self, path: str) -> None:
         Path(path).write_text("\n".join([*self.parts, "</svg>\n"]), encoding="utf-8")
-
-
-class PngCanvas:
-    """Draw with Pillow at four times the size; `save` halves it for smooth edges."""
-
-    def __init__(self) -> None:
-        from PIL import Image, ImageDraw, ImageFont
-
-        self.font = ImageFont.load_default
-        self.image = Image.new("RGB", (4 * WIDTH, 4 * HEIGHT), "white")
-        self.draw = ImageDraw.Draw(self.image)
-
-    def line(self, points: Sequence[tuple[float, float]], color: str, width: float) -> None:
-        self.draw.line([(4 * x, 4 * y) for x, y in points], color, round(4 * width), "curve")
-
-    def dot(self, x: float, y: float, radius: float, color: str) -> None:
-        self.draw.circle((4 * x, 4 * y), 4 * radius, color)
-
-    def text(self, x: float, y: float, text: str, anchor: str = "l", size: int = 12) -> None:
-        self.draw.text((4 * x, 4 * y), text, INK, self.font(4 * size), f"{anchor}s")
-
-    def save(self, path: str) -> None:
-        self.image.reduce(2).save(path)
-
-
-Canvas = SvgCanvas | PngCanvas
 
 
 class Axis:

@@ -166,7 +166,8 @@ class BatchStore(SqliteStore):
             try:
                 self._check_room(namespace, size + FILE_OVERHEAD, files=1)
             except StoreFull as error:
-                raise full(str(error)) from None
+                message = f"{error}: delete files first"
+                raise HttpError(413, message, code="storage_full") from None
             os.rename(source, self.path(id))
             self._insert_file(*values, is_whole=True)
         return file_object((id, size, now, now + kept_s, filename, "batch"))
@@ -436,7 +437,3 @@ def write(path: Path, offset: int, lines: Sequence[bytes]) -> int:
 
 def file_object(row: Sequence[Any]) -> FileObject:
     return FileObject(row[0], "file", *row[1:])
-
-
-def full(reason: str) -> HttpError:
-    return HttpError(413, f"{reason}: delete files first", code="storage_full")
