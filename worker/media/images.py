@@ -2,22 +2,22 @@
 
 Sizes are checked in the header, before decoding, against files that unpack into gigabytes; no
 decoder returns more than its header states. The work of parsing and decoding is limited
-(bounded_file.py, jpeg.py). Only formats that are decoded in this process are read
-(PostScript would start a program). Of an animation the first frame is used. No torch.
+(bounded_file.py). Only formats that are decoded in this process are read (PostScript would start a
+program). Of an animation the first frame is used. No torch.
 """
 
+import re
+import struct
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from PIL.ImageFile import ImageFile
 
 from batching.errors import InvalidInput
-from worker.media import exif
 from worker.media.bounded_file import BoundedFile, TooComplex
-from worker.media.jpeg import reduce_jpeg
 
 # Pillow warns of each tag of a TIFF that it skips.
 warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
@@ -40,7 +40,10 @@ MAX_PASSES = 20
 MIN_SPEED = 10_000_000  # pixels decoded per second of CPU time; 60 million are usual
 CPU_S = 1.0  # for small images
 JPEG_BLOCK = 8192  # bytes of a JPEG that are decoded without a check of the limits
-MAX_RLE_PIXELS = 4_000_000  # of a run-length encoded BMP, which Pillow decodes in Python
+MAX_SEGMENT_BYTES = 1 << 16  # of a JPEG
+JPEG_SCAN = b"\xff\xda"
+# The segments of a JPEG that Pillow parses as EXIF and MPO.
+JPEG_VALUES = re.compile(rb"(\xff[\xe1\xe2]..)(?:Exif\0\0|MPF\0)", re.DOTALL)
 # Raised by Pillow's decoders for a broken file.
 DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
 TIFF_TILE = 322, 323  # the tags of a tile's width and length
@@ -49,6 +52,9 @@ MAX_TILE = 1 << 24  # pixels: a whole tile is decoded, also for a small image
 MAX_METADATA_BYTES = 1 << 18  # of an AVIF file; an image of a phone has some kilobytes
 MAX_BOXES = 100  # of an AVIF file, at the top level
 AVIF_METADATA = (b"meta", b"moov")
+EXIF_HEADER = b"Exif\0\0"
+EXIF_NUMBERS = {1: "B", 3: "H", 4: "I"}  # by EXIF's type
+EXIF_ENTRY_BYTES = 12
 
 
 def open_image(
@@ -58,22 +64,26 @@ def open_image(
 
     Raises InvalidInput, which names `param`, for a file that cannot be read, is too complex or has
     more than `max_pixels`, and ClientGone once not `is_wanted()`, also while it is decoded."""
-    scans, strips = 0, 1
+    scans, strips, orientation = 0, 1, 0
     try:
         if data.startswith(b"\xff\xd8\xff"):
-            data, scans = reduce_jpeg(data)
+            scans = data.count(JPEG_SCAN)
+            orientation = exif_orientation(data.partition(EXIF_HEADER)[2][:MAX_SEGMENT_BYTES])
+            data = JPEG_VALUES.sub(lambda match: match[1] + bytes(len(match[0]) - 4), data)
         elif data[4:8] == b"ftyp":
             data = reduce_avif(data)
         image = Image.open(BoundedFile(data, is_wanted), formats=FORMATS)
         tags: Any = getattr(image, "tag_v2", {})
         tile = int(tags.get(TIFF_TILE[0], 0)) * int(tags.get(TIFF_TILE[1], 0))
         if "jpeg" in str(image.info.get("compression")):
-            scans = data.count(b"\xff\xda")
+            scans = data.count(JPEG_SCAN)
             strips = max(len(tags.get(tag, ())) for tag in TIFF_OFFSETS)
     except TooComplex as error:
         raise _too_complex(error, param) from None
     except DECODING_ERRORS:
         raise _unreadable(param) from None
+    if orientation:
+        image.info["exif"] = exif_of_orientation(orientation)
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
     width, height = image.size
@@ -86,12 +96,6 @@ def open_image(
     if scans * width * height > MAX_PASSES * max_pixels * strips:
         raise InvalidInput(
             f"the image has {scans} scans, too many for its size: save it with fewer", param
-        )
-    if image.tile and image.tile[0][0] == "bmp_rle" and width * height > MAX_RLE_PIXELS:
-        raise InvalidInput(
-            f"the image has {width} x {height} pixels; at most {MAX_RLE_PIXELS} are accepted in a "
-            "run-length encoded BMP",
-            param,
         )
     return image
 
@@ -139,8 +143,35 @@ def keep_orientation(image: Image.Image) -> None:
     if as_text := image.info.pop("Raw profile type exif", None):  # in a PNG
         with suppress(ValueError):
             content = content or bytes.fromhex("".join(as_text.split("\n")[3:]))
-    if value := exif.orientation(content):
-        image.info["exif"] = exif.with_orientation(value)
+    if value := exif_orientation(content):
+        image.info["exif"] = exif_of_orientation(value)
+
+
+def exif_orientation(exif: bytes) -> int:
+    """Return an EXIF orientation, 1 to 8; 0 if there is none. Nothing else is read: older versions
+    of Pillow copy every value, and several may share the same bytes."""
+    tiff = exif.removeprefix(EXIF_HEADER)
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    if order is None:
+        return 0
+    try:
+        (start,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (count,) = struct.unpack_from(f"{order}H", tiff, start)
+        for at in range(start + 2, start + 2 + count * EXIF_ENTRY_BYTES, EXIF_ENTRY_BYTES):
+            tag, kind = struct.unpack_from(f"{order}HH", tiff, at)
+            if tag == ExifTags.Base.Orientation and kind in EXIF_NUMBERS:
+                (value,) = struct.unpack_from(order + EXIF_NUMBERS[kind], tiff, at + 8)
+                return value if 1 <= value <= 8 else 0
+    except struct.error:  # it is broken
+        pass
+    return 0
+
+
+def exif_of_orientation(value: int) -> bytes:
+    """Return EXIF that has an orientation only."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = value
+    return exif.tobytes()
 
 
 def upright_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

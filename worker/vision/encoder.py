@@ -12,11 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from worker.model.decoder_hook import DecoderHook, DecoderRows, split_by_item
+from worker.model.paged_runner import PagedRunner
 from worker.vision.processor import ImageFeatures, MultimodalItem
 
 MAX_FEATURES_BYTES = 16 << 20
@@ -74,15 +75,10 @@ class EncoderCache:
         self.features.put(image.digest, stored, stored.nbytes)
 
 
-class HasDecoderHook(Protocol):
-    @property
-    def decoder_hook(self) -> DecoderHook | None: ...
-
-
 class VisionEncoder:
     """The part of a runner's model before its decoder. `tiles_encoded`: since construction."""
 
-    def __init__(self, runner: HasDecoderHook, cache: EncoderCache) -> None:
+    def __init__(self, runner: PagedRunner, cache: EncoderCache) -> None:
         self.cache = cache
         self.tiles_encoded = 0
         self._runner = runner

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from PIL import Image
 
 from batching.errors import InvalidInput
-from worker.media.decode_limiter import DecodeLimiter, Lease
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.messages.generation import LIMITS, ImageInput
 from worker.messages.protocol import IsWanted, Notify, Pending
-from worker.vision.encoder import EncoderCache, HasDecoderHook, VisionEncoder
+from worker.model.paged_runner import PagedRunner
+from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import ImageFeatures, Processor, ProcessorOutput
 
@@ -41,12 +41,13 @@ class ImagePreprocessor:
         self, processor: Processor, max_pixels: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         self.processor = processor
-        self.decode_limiter = DecodeLimiter(max_pixels)
+        self.max_pixels = max_pixels
+        self._decode_lock = threading.Lock()  # also held by `recompute`
         self.memory_limiter = MemoryLimiter(max_bytes)
         self.cache = EncoderCache()
         self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="images")
 
-    def new_scheduler(self, runner: HasDecoderHook, on_failure: OnFailure) -> EncoderScheduler:
+    def new_scheduler(self, runner: PagedRunner, on_failure: OnFailure) -> EncoderScheduler:
         """Return a scheduler of the encoder, with an empty cache."""
         self.cache = EncoderCache()
         return EncoderScheduler(VisionEncoder(runner, self.cache), on_failure)
@@ -76,7 +77,17 @@ class ImagePreprocessor:
         """Return the processed prompt. Cached images are shared within `cache_namespace` only;
         without `use_cache` all images have their pixels. Raises InvalidInput for images that are
         broken or too large, ClientGone once not `is_wanted()`."""
-        output = self._process(text, images, cache_namespace, is_wanted, use_cache)
+        tokens = self.processor.count_text_tokens(text)
+        self.processor.check_fits(tokens, images[0].param)
+        self._check_sizes(images, is_wanted)
+        processed: list[ImageFeatures] = []
+        for image in images:
+            key = image.cache_key(cache_namespace)
+            cached = self.cache.get(key) if use_cache else None
+            processed.append(cached or self._features(image, key, is_wanted))
+            tokens += processed[-1].token_count
+            self.processor.check_fits(tokens, image.param)
+        output = self.processor.process_text(text, processed)
         self.memory_limiter.reserve(output)
         return output
 
@@ -92,37 +103,17 @@ class ImagePreprocessor:
     def token_ids(self, text: str, images: Sequence[ImageInput]) -> list[int]:
         """Return the token ids of a prompt. Runs in the thread of `recompute`, so that concurrent
         calls take no more memory than one."""
-        return self._recompute_thread.submit(self._process, text, images).result().ids
+        return self._recompute_thread.submit(self.process, text, images).result().ids
 
     def close(self) -> None:
         self._recompute_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _process(
-        self,
-        text: str,
-        images: Sequence[ImageInput],
-        cache_namespace: bytes = b"",
-        is_wanted: IsWanted = lambda: True,
-        use_cache: bool = True,
-    ) -> ProcessorOutput:
-        tokens = self.processor.count_text_tokens(text)
-        self.processor.check_fits(tokens, images[0].param)
-        self._check_sizes(images, is_wanted)
-        processed: list[ImageFeatures] = []
-        for image in images:
-            key = image.cache_key(cache_namespace)
-            cached = self.cache.get(key) if use_cache else None
-            processed.append(cached or self._features(image, key, is_wanted))
-            tokens += processed[-1].token_count
-            self.processor.check_fits(tokens, image.param)
-        return self.processor.process_text(text, processed)
-
     def _check_sizes(self, images: Sequence[ImageInput], is_wanted: IsWanted) -> None:
         """Raise InvalidInput if the headers of the images alone exceed the limit of pixels."""
         pixels = 0
-        max_pixels = REQUEST_PIXELS_RATIO * self.decode_limiter.size
+        max_pixels = REQUEST_PIXELS_RATIO * self.max_pixels
         fitting = MAX_TOKEN_PIXELS * self.processor.max_tokens
-        most = min(self.decode_limiter.size, fitting, MAX_LIMIT)
+        most = min(self.max_pixels, fitting, MAX_LIMIT)
         for image in images:
             for name, limit in image.limits:
                 if limit > most:
@@ -137,18 +128,17 @@ class ImagePreprocessor:
                 )
 
     def _features(self, image: ImageInput, digest: bytes, is_wanted: IsWanted) -> ImageFeatures:
-        with self.decode_limiter.lease(is_wanted=is_wanted) as lease:
-            decoded = self._decode(image, lease)
+        with self._decode_lock:
+            decoded = self._decode(image, is_wanted)
             return self.processor.process_image(
                 decoded, digest, image.is_low_detail, image.param, dict(image.limits)
             )
 
-    def _decode(self, image: ImageInput, lease: Lease) -> Image.Image:
+    def _decode(self, image: ImageInput, is_wanted: IsWanted) -> Image.Image:
         """Return an upright RGB image, downscaled if it has low detail."""
-        opened = self._open(image, lease.is_wanted)
+        opened = self._open(image, is_wanted)
         if image.is_low_detail:
             opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
-        lease.take(max(opened.width * opened.height, *(limit for _, limit in image.limits), 0))
         decode_image(opened, image.param)
         upright = upright_rgb(opened, image.background)
         if image.is_low_detail:
@@ -157,7 +147,7 @@ class ImagePreprocessor:
 
     def _open(self, image: ImageInput, is_wanted: IsWanted) -> Image.Image:
         """Read the header alone."""
-        return open_image(image.data, image.param, self.decode_limiter.size, is_wanted)
+        return open_image(image.data, image.param, self.max_pixels, is_wanted)
 
 
 class MemoryLimiter:

@@ -121,8 +121,6 @@ class PackedLinear(_Linear):
         super().__init__(weight, bias, packed_dtype(weight.dtype))
         self.compute_dtype = packed_dtype(weight.dtype)
         self.native_width = 0
-        # name and algorithm of an activation that oneDNN applies to the output (vision/cpu_fusions)
-        self.activation: tuple[str, str] | None = None
         self.weight = weight_stand_in(weight)
         weight = weight.detach().to(self.compute_dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
@@ -140,8 +138,7 @@ class PackedLinear(_Linear):
 
     def onednn_product(self, x: Tensor) -> Tensor:
         """Return oneDNN's product of x, which has the dtype of the packed weights."""
-        name, kind = self.activation or ("none", "")
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], kind)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
     def unpacked(self) -> tuple[Tensor, Tensor | None]:
@@ -401,11 +398,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 # ── the same products in float32, by operation: for the checks at load (model/check.py) ──
 
 
-def _packed_in_float32(
-    x: Tensor, packed: Tensor, bias: Tensor | None, activation: Any = "none", *_: Any
-) -> Tensor:
-    if isinstance(activation, str) and activation != "none":
-        raise NotImplementedError("a fused activation")
+def _packed_in_float32(x: Tensor, packed: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     return _product_in_float32(x, packed.to_dense(), bias)
 
 

@@ -22,7 +22,6 @@ from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import cache_bytes, load_paged_runner, too_small
 from worker.template_file import read_template
-from worker.vision.cpu_fusions import apply_cpu_fusions
 from worker.vision.image_preprocessor import ImagePreprocessor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.processor import Processor, load_processor
@@ -87,8 +86,6 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
         else:
             runner = CachedRunner(language, length)
         return cached_engine(runner, options, str(error), preprocessor)
-    if preprocessor:
-        apply_cpu_fusions(language)
     return paged_engine(runner, options, preprocessor)
 
 
