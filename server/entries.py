@@ -3,7 +3,7 @@
 app.py makes the registry of them, routes.py the names that requests use.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from server.preflight import MODELS
 from worker.tasks import resolve_task
 
 TEXT_GENERATION = "text-generation"
+# Settings of the default chat model, with their value for others.
+OF_DEFAULT_MODEL: Mapping[str, Any] = {"chat_template": "auto", "decision_config": "auto"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,11 @@ def _entries(settings: Settings, with_loader: Container[str]) -> Iterator[ModelE
             if setting == "pipeline_model" and own.pipeline_task != "auto":
                 own = replace(own, pipeline_task=resolve_task(own.pipeline_task))
             if setting == "pipeline_model" and setting not in with_loader:
-                if generates := uses_language_model(own.pipeline_task, reference.path):
+                if generates := uses_language_model(own, reference.path):
                     own = replace(own, chat_template="auto")
                     served_by = chats.get(reference.path, name)
             elif generates and name != kind:
-                own = replace(own, chat_template="auto")  # the setting is for the default model
+                own = replace(own, **OF_DEFAULT_MODEL)
             yield ModelEntry(kind, name, reference, own, generates, served_by)
 
 
@@ -73,7 +75,7 @@ def entry_on_demand(
     configured ones, `entries`."""
     name, share = f"{kind}:{reference.name}", next(e.settings for e in entries if e.kind == kind)
     options: dict[str, Any] = {field: getattr(settings, field) for field, _ in OPTIONS.values()}
-    own = replace(share, **options, chat_template="auto")
+    own = replace(share, **options, **OF_DEFAULT_MODEL)
     return ModelEntry(kind, name, reference, own, kind == "generation", name)
 
 

@@ -42,6 +42,7 @@ from server.core.settings import (
 from worker.adapter_folder import adapter_folder
 from worker.checkpoint_files import CONFIGS, GGUF, config_problem, file_problem, folder_problem
 from worker.cores import Cores
+from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.adapters import InvalidAdapter
 from worker.messages.generation import SAMPLING_FIELDS
 from worker.task_detection import (
@@ -125,6 +126,11 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
             read_template(file)
         except UnusableTemplate as error:
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
+    if (file := settings.decision_config) not in ("auto", "none"):
+        try:
+            load_decision_config(file, "")
+        except UnusableDecisionConfig as error:
+            raise SettingsError(f"DECISION_CONFIG={file!r}: {error}") from None
     read_object("CHAT_TEMPLATE_KWARGS", settings.chat_template_kwargs)
     check_adapters(settings)
     if all(getattr(settings, name) == "none" for name in MODELS):

@@ -72,7 +72,7 @@ def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
 
 def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:
     return tuple(
-        Question("predicate", f"Is {words} number {n}?", ("", ""), f"questions[{n}]")
+        Question("noul", f"Is {words} number {n}?", ("", ""), f"questions[{n}]")
         for n in range(count)
     )
 

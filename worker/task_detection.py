@@ -19,7 +19,7 @@ from worker.checkpoint_files import GGUF
 from worker.tasks import resolve_task
 
 DEMO_TASK = "fill-mask"
-CONFIG, DECISIONS = "config.json", "decision.json"
+CONFIG = "config.json"
 FETCH_S = 60.0
 CONNECT_S = 1.0
 T = TypeVar("T")
@@ -141,21 +141,6 @@ def task_hint(config: Mapping[str, Any]) -> str:
 def is_path(model: str) -> bool:
     is_file = model.endswith(GGUF) and os.path.isfile(model)
     return model.startswith(("/", ".", "~")) or is_file or os.path.isdir(model)
-
-
-def may_have_decision_settings(model: str) -> bool:
-    """Return whether the checkpoint has settings for decisions, or that cannot be looked up."""
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    if is_path(model):
-        return (Path(model).expanduser() / DECISIONS).is_file()
-    try:
-        download(model, DECISIONS)
-    except EntryNotFoundError as error:
-        return isinstance(error, LocalEntryNotFoundError)  # not in the cache, and not looked up
-    except Exception:
-        return True
-    return True
 
 
 def read_config(model: str) -> dict[str, Any]:

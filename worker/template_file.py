@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Node, Template
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -47,11 +47,17 @@ def read_template(file: str) -> str:
         raise UnusableTemplate(f"is larger than {MAX_BYTES} bytes")
     if not source.strip():
         raise UnusableTemplate("is empty")
+    parse_template(source)
+    return source
+
+
+def parse_template(source: str) -> Template:
+    """Return the nodes of a template. Raises UnusableTemplate if it does not compile."""
     environment = ImmutableSandboxedEnvironment(extensions=[GenerationTag, loopcontrols])
     try:
         environment.from_string(source)
+        return environment.parse(source)
     except (TemplateError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         where = f" in line {line}" if line else ""
         raise UnusableTemplate(f"does not compile{where}: {error}") from None
-    return source

@@ -108,6 +108,11 @@ class Settings:
     chat_template_kwargs: str = setting(
         "{}", "JSON object with values of the chat template's variables, unless a request sets them"
     )
+    decision_config: str = setting(
+        "auto",
+        "decision.json of the chat model and the task decision; auto: the checkpoint's; none: "
+        "without one",
+    )
     sampling_defaults: str = setting(
         "{}", "JSON object of sampling parameters that neither request nor generation_config sets"
     )

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests import tiny_decisions
+from server.apis.openai.decisions.endpoint import uses_language_model
+from server.core.settings import Settings, SettingsError
+from server.preflight import check_models
+from tests import tiny_decisions, tiny_multimodal
 from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
+from tests.model.test_decision_config import ASSETS, ON_IMAGES, PHOTO, asset
 from tests.model.test_decisions import assert_close, library
 from tests.serving import Server, metric, serving
-from worker.task_detection import may_have_decision_settings
 
 QUESTIONS = {
     "refund": {"type": "noul", "instructions": "Is a refund requested?"},
@@ -69,6 +72,7 @@ def tokens(server: Server) -> tuple[float, float]:
         ([ASKED, {"state": "a", "questions": {}}], "inputs[1].questions"),
         ({"state": "a", "questions": {"a": {"type": "which"}}}, "inputs.questions"),
         ({**ASKED, "assets": {"a": "/etc/passwd"}}, "inputs.assets"),
+        ({**ASKED, "assets": {"a": {"data_base64": "/etc/passwd"}}}, "inputs.assets.a"),
         ({**ASKED, "state": STATE * 999}, "state"),
     ],
 )
@@ -122,10 +126,63 @@ def test_model_is_loaded_beside_another_chat_model(server: Server, tmp_path: Pat
         assert run > len(STATE) / 8  # the other model has not seen it
 
 
-def test_checkpoint_with_its_own_decision_settings_uses_the_pipeline(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    shutil.copytree(tiny_decisions.folder(), folder)
-    assert not may_have_decision_settings(str(folder))
-    (folder / "decision.json").write_text(json.dumps({}))
-    assert may_have_decision_settings(str(folder))
-    assert may_have_decision_settings("no-owner/no-such-model")  # its files cannot be read
+@pytest.mark.parametrize(
+    ("config", "architecture", "by_language_model"),
+    [
+        ({"labels": {"noul": ["A", "B"]}}, "LlamaForCausalLM", True),
+        ({"chat_template": "{{ state }}{{ question }}"}, "LlamaForCausalLM", True),
+        ({"chat_template": "{{ state }}{{ questions }}"}, "LlamaForCausalLM", False),
+        ({"adapter": "lora"}, "LlamaForCausalLM", False),
+        ({}, "JevForDecision", False),
+    ],
+)
+def test_pipeline_serves_what_a_language_model_does_not(
+    config: Any, architecture: str, by_language_model: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "decision.json").write_text(json.dumps(config))
+    settings = Settings(pipeline_task="decision")
+    assert uses_language_model(settings, str(tmp_path)) == by_language_model
+    assert not uses_language_model(Settings(), str(tmp_path))
+
+
+def test_decision_config_is_followed(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "decisions.json"
+    file.write_text(json.dumps({"noul_options": ["false", "true"], "labels": {"noul": [*"AB"]}}))
+    folder = str(tiny_decisions.folder())
+    settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    with serving(pipeline_task="decision", decision_config=str(file), **settings) as configured:
+        answer, default = (
+            post(target, "/", {"inputs": ASKED}).json() for target in (configured, server)
+        )
+    assert_close(answer["urgency"], default["urgency"])
+    assert answer["refund"]["noul"] != pytest.approx(default["refund"]["noul"], abs=1e-3)
+
+
+@pytest.mark.parametrize("content", [None, "[]", '{"labels": {"noul": "A"}}'])
+def test_unusable_decision_config_ends_the_start(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "decisions.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SettingsError, match="DECISION_CONFIG="):
+        check_models(Settings(chat_model="demo", decision_config=str(file)))
+
+
+def test_images_are_taken_by_both_endpoints() -> None:
+    folder = str(tiny_multimodal.folder("gemma3"))
+    settings: dict[str, Any] = {"chat_model": folder, "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    body = {"state": PHOTO, "questions": ON_IMAGES, "assets": ASSETS}
+    with serving(pipeline_task="decision", max_image_mp=1, **settings) as seeing:
+        named = post(seeing, "/v1/systemone", body)
+        assert named.status_code == 200, named.text
+        assert_close(post(seeing, "/", {"inputs": body}).json(), named.json()["answers"])
+        without = post(seeing, "/v1/systemone", {**body, "assets": {}}).json()
+        assert without["answers"] != named.json()["answers"]
+        assert without["usage"]["input_tokens"] < named.json()["usage"]["input_tokens"]
+        for image in ("cG5n", asset(1, width=1001, height=1001)["data_base64"]):
+            assets = {"img-1": {"type": "image", "data_base64": image}}
+            answer = post(seeing, "/v1/systemone", {**body, "assets": assets})
+            assert answer.status_code == 400
+            assert error_of(answer)["param"] == "assets.img-1"

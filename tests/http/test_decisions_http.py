@@ -51,6 +51,7 @@ CONVERSATION: list[dict[str, Any]] = [
     {"role": "assistant", "content": [{"type": "output_text", "text": "It rains."}]},
     {"role": "user", "content": [{"type": "input_json", "data": [{"thanks": True}]}]},
 ]
+PNG = {"type": "image", "format": "png", "data_base64": "cG5n"}
 NOUL: dict[str, Any] = {"type": "noul", "instructions": "Is a refund requested?"}
 
 
@@ -218,7 +219,12 @@ def test_error_names_the_invalid_field(server: Server, fields: dict[str, Any], p
         ({"questions": {"q": {"type": "noul", "criteria": {"yes": "a"}}}}, None),
         ({"state": 5}, "state"),
         ({"state": "word " * 2000}, "state"),
-        ({"assets": {"img-1": {"type": "image", "data_base64": ""}}}, "assets"),
+        ({"assets": {"img-1": PNG}}, "assets"),  # of a model of texts
+        ({"assets": {f"img-{n}": PNG for n in range(5)}}, "assets"),
+        ({"assets": {"": PNG}}, "assets"),
+        ({"assets": {"img-1": {**PNG, "type": "audio"}}}, "assets[...].type"),
+        ({"assets": {"img-1": {"type": "image"}}}, "assets.data_base64"),
+        ({"assets": {"img-1": {**PNG, "data_base64": "http://a/b.png"}}}, "assets.img-1"),
     ],
 )
 def test_systemone_error_names_the_invalid_field(

@@ -130,7 +130,7 @@ def test_a_clients_control_tokens_are_text_as_in_transformers(text: str) -> None
         Question("choice", "Which?", (text, f"{text} and more"), "questions[1]"),
     )
     for question, ids in zip(questions, prompts_of(about(text, questions)), strict=True):
-        labels = ["Yes", "No"] if question.kind == "predicate" else ["A", "B"]
+        labels = ["Yes", "No"] if question.kind == "noul" else ["A", "B"]
         content = f"{text}\n\n{question.text(labels)}"
         whole: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],

@@ -83,11 +83,14 @@ def test_files_are_read_again_only_when_they_have_changed(
 
 def test_a_cached_model_has_the_settings_and_a_configured_models_share() -> None:
     models = "demo;dtype=float32;max_len=40,x=demo"
-    settings = Settings(chat_model=models, chat_template="x", kv_cache_gb=4, reasoning="on")
+    settings = Settings(
+        chat_model=models, chat_template="x", decision_config="y", kv_cache_gb=4, reasoning="on"
+    )
     entries = model_entries(settings, ())
     reference = ModelReference("org/x", "org/x", "/cache/x", is_named=True)
     entry = entry_on_demand("generation", reference, settings, entries)
     assert (entry.name, entry.served_by, entry.generates) == (*["generation:org/x"] * 2, True)
     own = entry.settings
     assert (own.dtype, own.max_model_len, own.chat_template) == ("auto", None, "auto")
+    assert own.decision_config == "auto"
     assert (own.kv_cache_gb, own.max_running, own.reasoning) == (2, 128, "on")

@@ -7,30 +7,35 @@ each label as the next token, among the labels alone. The prompt is worded as by
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from worker.messages.adapters import Adapter
+from worker.messages.generation import ImageInput
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
 YES_NO = ("Yes", "No")
+NOUL_OPTIONS = ("true", "false")
 LETTERS = string.ascii_uppercase
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. A predicate has two options, for true and false, which may be empty."""
+    """One question. A noul has two options, true and false, whose texts may be empty."""
 
-    kind: Literal["predicate", "choice", "score"]
+    kind: Literal["noul", "choice", "score"]
     instructions: str
     options: tuple[str, ...]
     param: str  # the field that errors about it name
+    # for a decision template: the name, the instructions and the criteria, as in the request
+    source: tuple[str, Any, Any] = ("", None, None)
 
-    def text(self, labels: Sequence[str]) -> str:
+    def text(self, labels: Sequence[str], noul_options: Sequence[str] = NOUL_OPTIONS) -> str:
         """Return the text that follows the input in the prompt."""
-        if self.kind == "predicate":
-            return self._join(self._conditions(labels), f"Answer {' or '.join(labels)} only.")
+        if self.kind == "noul":
+            conditions = self._conditions(labels, noul_options)
+            return self._join(conditions, f"Answer {' or '.join(labels)} only.")
         options = [f"{label}. {text}" for label, text in zip(labels, self.options, strict=True)]
         kind = "letter" if "".join(labels) == LETTERS[: len(labels)] else "label"
         noun = "option" if self.kind == "choice" else "level"
@@ -39,10 +44,11 @@ class Question:
             options, f"Answer with the {kind} of the {noun} that fits best ({labels_range}) only."
         )
 
-    def _conditions(self, labels: Sequence[str]) -> list[str]:
+    def _conditions(self, labels: Sequence[str], names: Sequence[str]) -> list[str]:
         """Return a line per label that needs a condition."""
-        defaults = ("", "") if tuple(labels) == YES_NO else ("true", "false")
-        texts = [option or default for option, default in zip(self.options, defaults, strict=True)]
+        needs_none = tuple(labels) == YES_NO
+        conditions = dict(zip(NOUL_OPTIONS, self.options, strict=True))
+        texts = [conditions[name] or ("" if needs_none else name) for name in names]
         return [f"{label}: {text}" for label, text in zip(labels, texts, strict=True) if text]
 
     def _join(self, options: Sequence[str], request: str) -> str:
@@ -57,8 +63,11 @@ class DecisionInput:
     messages: tuple[Mapping[str, Any], ...]  # as in a Chat
     questions: tuple[Question, ...]
     param: str = "input"  # the field that errors about the messages name
+    state: Any = None  # as a decision template reads it; None: the request has messages
+    # images by their placeholders in the state and the questions
+    assets: Mapping[str, ImageInput] = field(default_factory=dict)
     adapter: Adapter | None = None  # None: the model as it is
-    cache_namespace: bytes = b""  # cached prefixes are shared within it alone
+    cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
 
     @property
     def n(self) -> int:

@@ -16,6 +16,7 @@ INPUT = "input"  # the argument of a custom tool
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its images
 WHITE = (255, 255, 255)
+MAX_IMAGES = 20  # of a request's prompt
 TEXT_ONLY = "this model takes text, no images"
 
 

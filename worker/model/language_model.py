@@ -30,6 +30,7 @@ from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype, plain
 from worker.backends.native_attention import NATIVE_DTYPES, try_load_native_ops
 from worker.backends.quantization import library_layer, without_outliers
 from worker.backends.recurrent import RecurrentModule
+from worker.decision_config import DecisionConfig
 from worker.device.device import free_bytes
 from worker.device.self_check import (
     TOLERANCE,
@@ -85,6 +86,7 @@ class GeneratorOptions(ModelOptions):
     max_running: int = 256
     max_image_mp: float = 64.0
     chat_template: str = "auto"  # a file, or the checkpoint's own
+    decision_config: str = "auto"  # a file, the checkpoint's own, or none
     chat_template_kwargs: str = "{}"  # JSON, as the next
     sampling_defaults: str = "{}"
     reasoning: str = "auto"  # on or off: the switch of the chat template
@@ -112,6 +114,7 @@ class LanguageModel:
         self.folder = folder
         self.is_multimodal = is_multimodal
         self.template_defaults: dict[str, Any] = {}  # variables of the chat template
+        self.decision_config = DecisionConfig()
         self.reasoning = "auto"  # of GeneratorOptions, as the next
         self.default_seed: int | None = None
         self.no_images_reason = TEXT_ONLY  # reason for refusing images, if they are refused

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import MAX_IMAGES, image_input
+from server.apis.openai.images import image_input
 from server.apis.openai.request_fields import NON_EMPTY
 from server.core.sealing import unseal
 from server.http.json import Document
-from worker.messages.generation import ImageInput
+from worker.messages.generation import MAX_IMAGES, ImageInput
 
 BILLING_LINE = "x-anthropic-billing-header:"  # Claude Code changes it with each request
 

@@ -23,7 +23,6 @@ from worker.messages.generation import Chat, GenerationInput, ImageInput
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
-MAX_IMAGES = 20  # per request
 Detail = Literal["auto", "low", "high", "original"]
 
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Protocol
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import MAX_IMAGES, ImageUrl, image_input
+from server.apis.openai.images import ImageUrl, image_input
 from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
-from worker.messages.generation import INPUT, Chat, ImageInput
+from worker.messages.generation import INPUT, MAX_IMAGES, Chat, ImageInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")

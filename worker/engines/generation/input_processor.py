@@ -111,7 +111,9 @@ class InputProcessor:
         )
         self.vocabulary = Vocabulary(tokenizer, self.template.output_format.keeps_special)
         self._token_limit = TokenLimit(tokenizer, partial(self._encode, add_special_tokens=False))
-        self.decisions = Decisions(tokenizer, self.template, max_model_len, self._token_limit)
+        limits = max_model_len, self._token_limit
+        config = language.decision_config
+        self.decisions = Decisions(tokenizer, self.template, *limits, config, image_preprocessor)
 
     def prepare(self, item: GenerationItem) -> None:
         """Fill in `item.prepared`, an output for each choice or question, and `item.tokens`."""
@@ -119,13 +121,25 @@ class InputProcessor:
         if request.adapter and (reason := request.adapter.unusable_reason):
             raise NotReady(reason, 5)
         if isinstance(request, DecisionInput):
-            item.prepared = self.decisions.create_outputs(item, request)
+            self._prepare_decisions(item, request)
             return
         if request.tool_policy or request.constraint:
             self.constraint_builder.set_client(item.owner.client)
         prepared = self.prepare_prompt(request, lambda: item.open)
         item.prepared = create_outputs(item, request, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
+
+    def _prepare_decisions(self, item: GenerationItem, request: DecisionInput) -> None:
+        if request.assets and not self.image_preprocessor:
+            raise InvalidInput.at("assets", self.no_images_reason)
+        try:
+            item.prepared = self.decisions.create_outputs(item, request)
+        except RecursionError:
+            raise InvalidInput.at(request.param, "or a question is nested too deeply") from None
+        except InvalidInput as error:
+            if error.param == "messages":
+                error.param = request.param
+            raise
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""

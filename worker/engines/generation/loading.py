@@ -11,6 +11,7 @@ from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
 from worker.backends.cached_runner import CachedRunner
 from worker.backends.quantization import without_outliers
+from worker.decision_config import load_decision_config
 from worker.device.self_check import CannotRun
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.input_processor import InputProcessor
@@ -53,6 +54,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
 def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
     language.template_defaults = json.loads(options.chat_template_kwargs)
     language.reasoning, language.default_seed = options.reasoning, options.default_seed
+    language.decision_config = load_decision_config(options.decision_config, language.folder)
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
     if options.chat_template != "auto":
         tokenizer: Any = language.tokenizer  # the processor's, of a multimodal model

@@ -18,11 +18,13 @@ from server.apis.openai.endpoint import BodyEndpoint
 from server.apis.openai.request_fields import ModelRequest, decode
 from server.apis.openai.response_schemas import Decision, SystemOne
 from server.core.delta_stream import TokenStream, UsageCounts
+from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest
 from server.http.json import INLINE_BYTES, parse_json, to_json
 from server.http.request import send_json
+from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
-from worker.task_detection import may_have_decision_settings
+from worker.task_detection import TaskError, read_config, tasks_of
 
 
 class DecisionBody(ModelRequest, Protocol):
@@ -35,6 +37,7 @@ class DecisionBody(ModelRequest, Protocol):
     ) -> Decision | SystemOne: ...
 
 
+LANGUAGE_TASKS = {"text-generation", "image-text-to-text"}
 ParsedDecision = tuple[DecisionBody, DecisionInput]
 
 
@@ -79,6 +82,15 @@ class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
         return TokenStream(self.worker_client, model.registry_name, inputs, limited)
 
 
-def uses_language_model(task: str, path: str) -> bool:
-    """Return whether a language model serves a task of `POST /`, instead of a pipeline."""
-    return task == "decision" and not may_have_decision_settings(path)
+def uses_language_model(settings: Settings, path: str) -> bool:
+    """Return whether a language model serves the task of `POST /`. A pipeline serves decisions of
+    other architectures, and a configuration that a language model cannot follow."""
+    if settings.pipeline_task != "decision":
+        return False
+    try:
+        load_decision_config(settings.decision_config, path)
+        return not LANGUAGE_TASKS.isdisjoint(tasks_of(read_config(path)))
+    except UnusableDecisionConfig:
+        return False
+    except TaskError:  # there is no config.json, as with a GGUF file
+        return True

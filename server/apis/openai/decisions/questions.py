@@ -50,7 +50,7 @@ class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
 
     def to_question(self, path: str) -> Question:
         instructions = join_parts(self.instructions, f"{path}.instructions")
-        return Question("predicate", instructions, ("", ""), path)
+        return Question("noul", instructions, ("", ""), path)
 
     def answer(self, probabilities: Sequence[float]) -> PredicateAnswer:
         return PredicateAnswer(self.name, probabilities[0])

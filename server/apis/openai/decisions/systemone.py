@@ -1,14 +1,15 @@
 """`POST /v1/systemone`, an endpoint of `transformers serve`: its request, questions and answers.
 
-A request has a state, which is text or any JSON, and named questions about it.
+A request has a state, which is text or any JSON, and named questions about it. Assets are images,
+by the placeholders that they replace in the texts of both.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from msgspec import Meta, Raw, Struct
 
-from batching.errors import InvalidInput
 from server.apis.openai.decisions.questions import (
     as_text,
     choice_confidence,
@@ -17,7 +18,7 @@ from server.apis.openai.decisions.questions import (
     mean_level,
     score_confidence,
 )
-from server.apis.openai.request_fields import Salt
+from server.apis.openai.request_fields import NonEmpty, Salt
 from server.apis.openai.response_schemas import (
     NamedChoiceAnswer,
     NamedNoulAnswer,
@@ -27,12 +28,20 @@ from server.apis.openai.response_schemas import (
 )
 from server.core.delta_stream import UsageCounts
 from server.http.operation import Operation
-from worker.messages.decisions import MAX_OPTIONS, DecisionInput, Question
+from worker.media.data_urls import to_bytes
+from worker.messages.decisions import MAX_OPTIONS, NOUL_OPTIONS, DecisionInput, Question
+from worker.messages.generation import ImageInput
 
 MAX_NAMED = 64
 
 Content: TypeAlias = str | dict[str, Any] | list[Any]
-ASSETS = Meta(extra_json_schema={"maxProperties": 0}, description="Images: not implemented")
+ASSETS = Meta(max_length=4, description="Images by their placeholders")
+
+
+class Asset(Struct):
+    data_base64: str
+    type: Literal["image"] = "image"
+    format: str | None = None  # read from the data
 
 
 class NamedNoul(Struct, tag_field="type", tag="noul"):
@@ -43,8 +52,8 @@ class NamedNoul(Struct, tag_field="type", tag="noul"):
 
     def to_question(self, path: str) -> Question:
         criteria: Mapping[Any, Content | None] = self.criteria or {}
-        options = tuple(optional_text(criteria.get(key), path) for key in ("true", "false"))
-        return Question("predicate", optional_text(self.instructions, path), options, path)
+        options = tuple(optional_text(criteria.get(key), path) for key in NOUL_OPTIONS)
+        return Question("noul", optional_text(self.instructions, path), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> NamedNoulAnswer:
         return NamedNoulAnswer(probabilities[0])
@@ -97,18 +106,21 @@ class SystemOneRequest(Struct, kw_only=True):
     model: str | None = None
     state: Content
     questions: Annotated[dict[str, NamedQuestion], Meta(min_length=1, max_length=MAX_NAMED)]
-    assets: Annotated[dict[str, Any], ASSETS] | None = None
+    assets: Annotated[dict[NonEmpty, Asset], ASSETS] | None = None
     cache_salt: Salt | None = None
 
     def decision_input(self) -> DecisionInput:
         """Return the model's input, or raise InvalidInput."""
-        if self.assets:
-            raise InvalidInput.at("assets", "this model takes text, no images")
         message = {"role": "user", "content": as_text(self.state, "state")}
-        questions = tuple(
-            question.to_question(f"questions.{name}") for name, question in self.questions.items()
-        )
-        return DecisionInput((message,), questions, param="state")
+        questions = []
+        for name, question in self.questions.items():
+            source = name, question.instructions, question.criteria
+            questions.append(replace(question.to_question(f"questions.{name}"), source=source))
+        assets = {}
+        for name, asset in (self.assets or {}).items():
+            path = f"assets.{name}"
+            assets[name] = ImageInput(to_bytes(asset.data_base64, path), "auto", path)
+        return DecisionInput((message,), tuple(questions), "state", self.state, assets)
 
     def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> SystemOne:
         """Return the response, from the probabilities of each question's options, in order."""
