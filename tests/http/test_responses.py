@@ -22,7 +22,7 @@ def test_response_has_the_parameters_of_the_request(server: Server) -> None:
         "instructions": "be brief", "max_output_tokens": 20, "temperature": 0.5, "top_p": 0.9,
         "parallel_tool_calls": False, "store": False, "tools": [TOOL], "user": "u",
         "tool_choice": {"type": "function", "name": "get_weather"}, "metadata": {"a": "b"},
-        "prompt_cache_key": "k", "safety_identifier": "s", "top_logprobs": 0,
+        "prompt_cache_key": "k", "safety_identifier": "s", "top_logprobs": 0, "max_tool_calls": 3,
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"},
                             "strict": True, "description": None}, "verbosity": "low"},

@@ -256,7 +256,7 @@ class Response(Struct, kw_only=True):
     error: ResponseError | None = None
     frequency_penalty: float
     incomplete_details: IncompleteDetails | None = None
-    max_tool_calls: None = None
+    max_tool_calls: int | None = None
     output: list[OutputItem]
     parallel_tool_calls: bool
     presence_penalty: float

@@ -365,6 +365,7 @@ def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Respons
         metadata=request.metadata or {},
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
         model=request.model,
         previous_response_id=request.previous_response_id,
         prompt_cache_key=request.prompt_cache_key,

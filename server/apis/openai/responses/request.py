@@ -45,7 +45,17 @@ from worker.messages.generation import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# The others are of tools that are not run here, or are always included.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+]
 
 # With OpenAI's limits: metadata is stored, and sent in most events.
 Metadata = Annotated[
@@ -75,7 +85,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "conversation": (),
         "image": ({"context_compression": "auto"},),
         "max_tokens": (),
-        "max_tool_calls": (),
         "moderation": (),
         "n": (1,),
         "prompt": (),
@@ -95,6 +104,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     background: bool | None = None
     metadata: Metadata | None = None
     max_output_tokens: PositiveInt | None = None
+    max_tool_calls: PositiveInt | None = None  # of tools that the server runs: there are none
     tools: Annotated[list[Annotated[Tool, TOOL_FIELDS]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | TypedMode | None = None
     parallel_tool_calls: bool | None = None
