@@ -20,11 +20,16 @@ from server.apis.openai.completions import Completions
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
 from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
 from server.apis.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
-from server.apis.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint, EmbeddingRequest
+from server.apis.openai.embedding.embeddings import (
+    EMBED_ALL,
+    EMBEDDINGS,
+    EmbeddingEndpoint,
+    EmbeddingRequest,
+)
 from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
-from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest, SimilarityRequest
+from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
 from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
@@ -172,8 +177,9 @@ def scoring_and_speech_routes(
         group = ModelGroup(embedders)
         embeddings = EmbeddingEndpoint(settings, worker_client, group, EmbeddingRequest)
         yield from (OperationRoute(operation, embeddings) for operation in EMBEDDINGS)
-        similarity = ScoringEndpoint(settings, worker_client, group, SimilarityRequest)
-        yield OperationRoute(SIMILARITY, similarity)
+        for operation in (SIMILARITY, EMBED_ALL):
+            kind: Any = operation.request
+            yield OperationRoute(operation, ScoringEndpoint(settings, worker_client, group, kind))
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)

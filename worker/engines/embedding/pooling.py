@@ -44,7 +44,9 @@ class PoolingHead:
         self.layers = nn.Sequential(*layers).to(device)  # vectors [texts, D] → [texts, D']
 
     def pool(self, states: Tensor, row: TokenRow) -> Tensor:
-        """Pool a text's states [tokens, H] to one vector."""
+        """Pool a text's states [tokens, H] to one vector, unless all of them are requested."""
+        if not row.is_pooled:
+            return states.to(torch.float32, copy=True)  # does not keep the batch's states alive
         start = row.prompt_tokens
         if self.include_prompt or start >= len(states):
             start = 0
