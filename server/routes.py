@@ -20,12 +20,7 @@ from server.apis.openai.completions import Completions
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
 from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
 from server.apis.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
-from server.apis.openai.embedding.embeddings import (
-    EMBED_ALL,
-    EMBEDDINGS,
-    EmbeddingEndpoint,
-    EmbeddingRequest,
-)
+from server.apis.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint
 from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
@@ -175,11 +170,10 @@ def scoring_and_speech_routes(
     """Yield the routes of embedding, reranking and speech models."""
     if embedders := models.get("embedding"):
         group = ModelGroup(embedders)
-        embeddings = EmbeddingEndpoint(settings, worker_client, group, EmbeddingRequest)
-        yield from (OperationRoute(operation, embeddings) for operation in EMBEDDINGS)
-        for operation in (SIMILARITY, EMBED_ALL):
+        for operation in (*EMBEDDINGS, SIMILARITY):
+            endpoint = EmbeddingEndpoint if operation.takes_lines else ScoringEndpoint
             kind: Any = operation.request
-            yield OperationRoute(operation, ScoringEndpoint(settings, worker_client, group, kind))
+            yield OperationRoute(operation, endpoint(settings, worker_client, group, kind))
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)

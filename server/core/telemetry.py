@@ -46,6 +46,7 @@ OPERATIONS = {  # gen_ai.operation.name, by path
     "/v1/embeddings": "embeddings",
     "/embed": "embeddings",
     "/embed_all": "embeddings",
+    "/embed_sparse": "embeddings",
 }
 MODEL = "gen_ai.request.model"
 DURATION = "gen_ai.server.request.duration"

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 # The inputs of a part: a list of 2,048 takes 128 of the queue's slots.
 MAX_PART_INPUTS = 16
 T = TypeVar("T")
-# Of vectors: as JSON, for /v1/embeddings or as a bare list; the vectors of each token; an array.
-Encoding = Literal["float", "base64", "bare", "tokens", "vectors"]
+# Of vectors: as JSON, for /v1/embeddings or as a bare list; the vectors of each token; sparse ones;
+# an array.
+Encoding = Literal["float", "base64", "bare", "tokens", "sparse", "vectors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class EmbeddingInput:
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """The vectors of a part: as JSON with commas between, or as an array [inputs, D], which is
-    empty for the vectors of tokens."""
+    empty for the vectors of tokens and sparse ones."""
 
     content: bytes
     vectors: NDArray[np.float32]

@@ -3,13 +3,14 @@
     tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
     normalize, encode
 
-or one per token, the states as they are.
+or one per token, the states as they are; or sparse ones (splade.py).
 
 Token rows run in single_pass.py or, of decoders, in engine.py.
 """
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -52,6 +53,8 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         info: ModelInfo,
     ) -> None:
         self.pooling = PoolingHead(config, info.device)
+        if config.splade:
+            self.warm_up_input = replace(self.warm_up_input, encoding="sparse")
         super().__init__(model, self.pooling.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
         self.reads_last_state = {*config.poolings} == {"lasttoken"}
@@ -69,6 +72,9 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             self._check_states(payload, sum(len(row.ids) for row in rows))
             for row in rows:
                 row.is_pooled = False
+        elif (payload.encoding == "sparse") != bool(self.config.splade):
+            kind, path = ("sparse", "/embed_sparse") if self.config.splade else ("dense", "/embed")
+            raise InvalidInput(f"the vectors of this model are {kind}: POST {path} returns them")
         return rows
 
     def _rows(self, payload: EmbeddingInput) -> list[TokenRow]:
@@ -142,8 +148,9 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         payload = item.payload
         if not all(output.isfinite().all() for output in raw):
             raise ItemFailed("the model returned NaN or infinity for this input")
-        if payload.encoding == "tokens":
-            content = b",".join(to_numbers(states.numpy()) for states in raw)
+        if payload.encoding in ("tokens", "sparse"):
+            encode = to_numbers if payload.encoding == "tokens" else to_entries
+            content = b",".join(encode(output.numpy()) for output in raw)
             return EmbeddingOutput(content, np.empty(0, np.float32), item.tokens)
         dimensions = payload.dimensions or self.dimensions
         normalize = payload.normalize
@@ -168,6 +175,14 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
 def to_numbers(array: Vectors) -> bytes:
     """Return a vector, or a list of them, as JSON."""
     return orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def to_entries(weights: Vectors) -> bytes:
+    """Return a sparse vector as JSON."""
+    [active] = weights.nonzero()
+    entries = zip(active.tolist(), weights[active], strict=True)
+    values = [{"index": index, "value": value} for index, value in entries]
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def encode_vectors(vectors: Vectors, payload: EmbeddingInput) -> bytes:

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, and `/embed` and `/embed_all` of text-embeddings-inference.
+"""`POST /v1/embeddings`; `/embed`, `/embed_all`, `/embed_sparse` of text-embeddings-inference.
 
     body → checked inputs → payloads, a work item each → their JSON, joined
 
@@ -9,7 +9,7 @@ text-embeddings-inference returns. Prompts, dimensions and lengths are checked b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
@@ -32,6 +32,7 @@ from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, s
 
 VECTORS: Schema = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
 LISTS: Body = {JSON: {"type": "array", "items": VECTORS}}
+ENTRIES: Body = {JSON: {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}}
 Inputs = Annotated[
     TextsOrIds,
     Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
@@ -83,18 +84,28 @@ class EmbeddingRequest(ScoringRequest, kw_only=True):
 
 
 class EmbedAllRequest(ScoringRequest, kw_only=True):
+    encoding: ClassVar[Literal["tokens", "sparse"]] = "tokens"
+
     inputs: str | Inputs
     prompt_name: str | None = None
 
     def payloads(self, max_size: PartSize, kind: str) -> list[EmbeddingInput]:
-        truncation, prompt = self.truncation(), self.prompt_name
         payload = EmbeddingInput(
-            (), None, prompt, truncation=truncation, encoding="tokens", param="inputs"
+            (),
+            None,
+            prompt=self.prompt_name,
+            truncation=self.truncation(),
+            encoding=self.encoding,
+            param="inputs",
         )
         return split_inputs(self.inputs, payload, max_size)
 
     def content(self, outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
         return bare_list(outputs)
+
+
+class EmbedSparseRequest(EmbedAllRequest, kw_only=True):
+    encoding: ClassVar[Literal["tokens", "sparse"]] = "sparse"
 
 
 def split_inputs(inputs: Any, payload: EmbeddingInput, max_size: PartSize) -> list[EmbeddingInput]:
@@ -126,7 +137,10 @@ EMBEDDINGS = [
     )
     for path in ("/v1/embeddings", "/embed")
 ]
-EMBED_ALL = Operation("POST /embed_all", "The states of each token", LISTS, EmbedAllRequest)
+EMBEDDINGS += [
+    Operation("POST /embed_all", "The states of each token", LISTS, EmbedAllRequest),
+    Operation("POST /embed_sparse", "Sparse vectors", ENTRIES, EmbedSparseRequest),
+]
 
 
 @dataclass(eq=False)
