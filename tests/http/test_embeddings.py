@@ -204,6 +204,35 @@ def test_decode_takes_ids_or_lists_of_ids(server: Server) -> None:
         assert error_of(post(server, "/decode", {"ids": wrong}))["param"] == param
 
 
+def test_tokenize_describes_the_tokens_of_inputs(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = post(server, "/tokenize", {"prompt": " paris, moo"}).json()["tokens"]
+    [tokens] = post(server, "/tokenize", {"inputs": " paris, moo"}).json()
+    assert [token["id"] for token in tokens] == ids
+    assert tokens[0] == {
+        "id": ids[0],
+        "text": "[CLS]",
+        "special": True,
+        "start": None,
+        "stop": None,
+    }
+    places = [(token["text"], token["start"], token["stop"]) for token in tokens[1:-1]]
+    assert places[0] == ("paris", 1, 6)
+    assert places[-1] == ("moo", 8, 11)
+    assert not any(token["special"] for token in tokens[1:-1])
+    body = {"inputs": ["paris", "moo"], "add_special_tokens": False}
+    assert [len(tokens) for tokens in post(server, "/tokenize", body).json()] == [1, 1]
+    monkeypatch.setattr("server.apis.openai.tokenize.MAX_DESCRIBED_CHARS", 8)
+    for wrong, param in (
+        ({"inputs": []}, "inputs"),
+        ({"inputs": ["a", ""]}, "inputs[1]"),
+        ({"inputs": "a", "prompt": "a"}, "inputs"),
+        ({"inputs": ["paris", "france"]}, "inputs"),
+    ):
+        assert error_of(post(server, "/tokenize", wrong))["param"] == param
+
+
 def test_decode_limits_the_ids_of_all_lists(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

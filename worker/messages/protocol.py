@@ -149,6 +149,7 @@ class TextModel(Protocol):
     """The text side of a model that requests call by name: its limits and its tokenizer. The
     methods run in pool threads, several at once."""
 
+    hf_tokenizer: Any
     max_model_len: int  # tokens, output included
     no_images_reason: str  # why images in chats are refused; empty where they are accepted
 

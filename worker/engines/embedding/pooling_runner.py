@@ -55,7 +55,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
     ) -> None:
         self.model, self.pool = model, pool
-        self.tokenizer = tokenizer
+        self.tokenizer, self.hf_tokenizer = tokenizer, tokenizer.tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
         self.no_images_reason = TEXT_ONLY
