@@ -100,6 +100,9 @@ def make_routes(
         for entry in entries
         if entry.kind == "pipeline" and entry.served_by == entry.name
     ]
+    classifiers = [model for model in pipelines if model.tasks == ["text-classification"]]
+    described = [*models.get("embedding", ()), *models.get("rerank", ()), *classifiers]
+    routes += [info_route(settings, model) for model in described[:1]]
     routes += ModelListing(named, pipelines).routes()
     if texts := [group for kind, group in models.items() if kind != "transcription"]:
         routes += tokenizer_routes(settings, worker_client, ModelGroup(*texts))
@@ -181,7 +184,6 @@ def scoring_and_speech_routes(
     if scoring := [models[kind] for kind in ("rerank", "embedding") if kind in models]:
         score = ScoringEndpoint(settings, worker_client, ModelGroup(*scoring), ScoreRequest)
         yield from (OperationRoute(operation, score) for operation in SCORE)
-        yield info_route(settings, models.get("embedding", scoring[0])[0])
     if transcribers := models.get("transcription"):
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():

@@ -118,6 +118,8 @@ class ModelInfo:
     why: str = ""  # why not packed
     mask: str = ""  # the mask token of fill-mask
     pooling: str = ""  # of an embedder
+    labels: Mapping[int, str] = field(default_factory=dict)  # of a text classifier, as the next
+    max_length: int = 0  # tokens
     has_chat_template: bool = True  # of a language model; a base model may have none
     cache_blocks: int = 0  # of a paged cache
     block_size: int = 0  # tokens
