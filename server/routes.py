@@ -20,11 +20,11 @@ from server.apis.openai.completions import Completions
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
 from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
 from server.apis.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
-from server.apis.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint, EmbeddingRequest
+from server.apis.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint
 from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
-from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest, SimilarityRequest
+from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
 from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
@@ -100,6 +100,9 @@ def make_routes(
         for entry in entries
         if entry.kind == "pipeline" and entry.served_by == entry.name
     ]
+    classifiers = [model for model in pipelines if model.tasks == ["text-classification"]]
+    described = [*models.get("embedding", ()), *models.get("rerank", ()), *classifiers]
+    routes += [info_route(settings, model) for model in described[:1]]
     routes += ModelListing(named, pipelines).routes()
     if texts := [group for kind, group in models.items() if kind != "transcription"]:
         routes += tokenizer_routes(settings, worker_client, ModelGroup(*texts))
@@ -170,10 +173,10 @@ def scoring_and_speech_routes(
     """Yield the routes of embedding, reranking and speech models."""
     if embedders := models.get("embedding"):
         group = ModelGroup(embedders)
-        embeddings = EmbeddingEndpoint(settings, worker_client, group, EmbeddingRequest)
-        yield from (OperationRoute(operation, embeddings) for operation in EMBEDDINGS)
-        similarity = ScoringEndpoint(settings, worker_client, group, SimilarityRequest)
-        yield OperationRoute(SIMILARITY, similarity)
+        for operation in (*EMBEDDINGS, SIMILARITY):
+            endpoint = EmbeddingEndpoint if operation.takes_lines else ScoringEndpoint
+            kind: Any = operation.request
+            yield OperationRoute(operation, endpoint(settings, worker_client, group, kind))
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
@@ -181,7 +184,6 @@ def scoring_and_speech_routes(
     if scoring := [models[kind] for kind in ("rerank", "embedding") if kind in models]:
         score = ScoringEndpoint(settings, worker_client, ModelGroup(*scoring), ScoreRequest)
         yield from (OperationRoute(operation, score) for operation in SCORE)
-        yield info_route(settings, models.get("embedding", scoring[0])[0])
     if transcribers := models.get("transcription"):
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():

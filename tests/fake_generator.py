@@ -68,6 +68,7 @@ class Running:
 class FakeGenerator:
     info = INFO
     others: OtherModels = ALONE
+    hf_tokenizer: Any = None
     max_model_len = 4096
     no_images_reason = TEXT_ONLY  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"

@@ -127,6 +127,12 @@ class Settings:
     allow_dimensions: bool = setting(
         False, "shorten embeddings also of models not trained for it (Matryoshka)"
     )
+    embedding_pooling: str = setting(
+        "auto",
+        "pooling of embedding models; auto: by the checkpoint's files; splade: sparse vectors of a "
+        "masked language model",
+        ("auto", "splade"),
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
         "auto",
@@ -343,6 +349,7 @@ OPTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "quantization": ("quantization", ("chat_model",)),
     "attention": ("attn_implementation", ()),
     "task": ("pipeline_task", ("pipeline_model",)),
+    "pooling": ("embedding_pooling", ("embedding_model",)),
     "max_len": ("max_model_len", ("chat_model",)),
     "sampling_defaults": ("sampling_defaults", ("chat_model", "pipeline_model")),
 }

@@ -45,6 +45,8 @@ OPERATIONS = {  # gen_ai.operation.name, by path
     "/infill": "text_completion",
     "/v1/embeddings": "embeddings",
     "/embed": "embeddings",
+    "/embed_all": "embeddings",
+    "/embed_sparse": "embeddings",
 }
 MODEL = "gen_ai.request.model"
 DURATION = "gen_ai.server.request.duration"

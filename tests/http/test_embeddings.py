@@ -165,6 +165,36 @@ def test_embed_normalizes_unless_told_not_to(server: Server) -> None:
         assert np.allclose(np.linalg.norm(got, axis=1), 1, atol=1e-5) == is_unit
 
 
+def test_embed_all_has_a_vector_for_each_token(server: Server) -> None:
+    single = post(server, "/embed_all", {"inputs": FACTS[0]}).json()
+    tokens = post(server, "/tokenize", {"prompt": FACTS[0]}).json()["count"]
+    assert np.array(single).shape == (1, tokens, 64)
+    many = post(server, "/embed_all", {"inputs": [*FACTS, *["paris"] * 40]}).json()
+    np.testing.assert_allclose(many[0], single[0], atol=1e-4)
+    assert [len(entry) for entry in many[3:]] == [3] * 40
+    pooled = np.mean(single[0], axis=0)
+    vector = post(server, "/embed", {"inputs": FACTS[0], "normalize": False}).json()
+    np.testing.assert_allclose(pooled, vector[0], atol=1e-4)
+    long = {"inputs": ["a", "red " * 200], "truncate": True, "truncation_direction": "Left"}
+    assert [len(entry) for entry in post(server, "/embed_all", long).json()] == [3, 128]
+    for wrong, param in (
+        ({}, "inputs"),
+        ({"inputs": ["a", ""]}, "inputs[1]"),
+        ({"inputs": ["a", "red " * 200]}, "inputs[1]"),
+        ({"inputs": "a", "prompt_name": "none"}, "prompt_name"),
+    ):
+        assert error_of(post(server, "/embed_all", wrong))["param"] == param
+
+
+def test_embed_all_bounds_the_numbers_of_a_response(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engines.embedding.embedder.MAX_NUMBERS", 64 * 3 * 32)
+    assert len(post(server, "/embed_all", {"inputs": ["paris"] * 32}).json()) == 32
+    error = error_of(post(server, "/embed_all", {"inputs": ["paris"] * 33}))
+    assert (error["param"], error["code"]) == ("inputs", "invalid_value")
+
+
 def test_decode_takes_ids_or_lists_of_ids(server: Server) -> None:
     ids = post(server, "/tokenize", {"prompt": "paris"}).json()["tokens"]
     assert post(server, "/decode", {"ids": ids}).json() == ["paris"]
@@ -172,6 +202,35 @@ def test_decode_takes_ids_or_lists_of_ids(server: Server) -> None:
     assert post(server, "/decode", body).json() == ["[CLS] paris [SEP]", "paris"]
     for wrong, param in (([], "ids"), ([[5], 6], "ids[1]"), ([[5], [6, 99999]], "ids[1][1]")):
         assert error_of(post(server, "/decode", {"ids": wrong}))["param"] == param
+
+
+def test_tokenize_describes_the_tokens_of_inputs(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = post(server, "/tokenize", {"prompt": " paris, moo"}).json()["tokens"]
+    [tokens] = post(server, "/tokenize", {"inputs": " paris, moo"}).json()
+    assert [token["id"] for token in tokens] == ids
+    assert tokens[0] == {
+        "id": ids[0],
+        "text": "[CLS]",
+        "special": True,
+        "start": None,
+        "stop": None,
+    }
+    places = [(token["text"], token["start"], token["stop"]) for token in tokens[1:-1]]
+    assert places[0] == ("paris", 1, 6)
+    assert places[-1] == ("moo", 8, 11)
+    assert not any(token["special"] for token in tokens[1:-1])
+    body = {"inputs": ["paris", "moo"], "add_special_tokens": False}
+    assert [len(tokens) for tokens in post(server, "/tokenize", body).json()] == [1, 1]
+    monkeypatch.setattr("server.apis.openai.tokenize.MAX_DESCRIBED_CHARS", 8)
+    for wrong, param in (
+        ({"inputs": []}, "inputs"),
+        ({"inputs": ["a", ""]}, "inputs[1]"),
+        ({"inputs": "a", "prompt": "a"}, "inputs"),
+        ({"inputs": ["paris", "france"]}, "inputs"),
+    ):
+        assert error_of(post(server, "/tokenize", wrong))["param"] == param
 
 
 def test_decode_limits_the_ids_of_all_lists(

@@ -105,7 +105,6 @@ def test_a_path_of_another_server_names_what_to_use_instead() -> None:
         "/api/chat": "POST /v1/chat/completions",
         "/completion": "POST /v1/completions",
         "/v1/images/generations": "another server: no images are generated here",
-        "/embed_all": "POST / with PIPELINE_TASK=feature-extraction",
         "/info": "GET /models",
     }
     with serving(FakeRunner) as server:

@@ -149,5 +149,11 @@ def test_predict_is_that_of_text_embeddings_inference() -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, param)
         for text in ("plain", '["a", "b"]'):
             assert CLIENT.post(server.url + "/predict", content=text).status_code == 400
+        info = CLIENT.get(server.url + "/info").json()
+        names = [entry["label"] for entry in ask("/predict", {"inputs": "short"})]
+        labels = info["model_type"]["classifier"]
+        assert sorted(labels["label2id"]) == sorted(names)
+        assert {name: int(n) for n, name in labels["id2label"].items()} == labels["label2id"]
+        assert info["max_input_length"] == 64
         named = CLIENT.post(server.url + "/predict", json={"inputs": "a", "parameters": {}})
         assert named.json()["error"]["param"] == "parameters"

@@ -115,8 +115,8 @@ def test_an_embedders_cut_batch_gives_the_vectors_of_an_uncut_one(
     assert second is CUT
     [second] = embedder.forward([items[1].prepared])
     assert rows_per_step == [5, 3, 1]
-    assert isinstance(first, torch.Tensor)
-    assert isinstance(second, torch.Tensor)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
     vectors = [embedder.finish(items[0], first).vectors, embedder.finish(items[1], second).vectors]
     np.testing.assert_allclose(np.concatenate(vectors), expected, atol=1e-5)
     assert embedder.others.steps == 0

@@ -100,7 +100,7 @@ def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
         assert generation == no_pipeline.app.paths - ALWAYS
         assert "/v1/chat/completions" in generation
     described = fetch(server)["paths"]
-    assert set(described) == server.app.paths == {*ALWAYS, *generation, "/predict"}
+    assert set(described) == server.app.paths == {*ALWAYS, *generation, "/predict", "/info"}
     for path, operations in described.items():
         answer = CLIENT.request("TRACE", server.url + path, headers=KEY)
         allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")}

@@ -118,6 +118,8 @@ class ModelInfo:
     why: str = ""  # why not packed
     mask: str = ""  # the mask token of fill-mask
     pooling: str = ""  # of an embedder
+    labels: Mapping[int, str] = field(default_factory=dict)  # of a text classifier, as the next
+    max_length: int = 0  # tokens
     has_chat_template: bool = True  # of a language model; a base model may have none
     cache_blocks: int = 0  # of a paged cache
     block_size: int = 0  # tokens
@@ -149,6 +151,7 @@ class TextModel(Protocol):
     """The text side of a model that requests call by name: its limits and its tokenizer. The
     methods run in pool threads, several at once."""
 
+    hf_tokenizer: Any
     max_model_len: int  # tokens, output included
     no_images_reason: str  # why images in chats are refused; empty where they are accepted
 

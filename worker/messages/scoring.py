@@ -5,7 +5,7 @@ of texts at once, and a batch holds parts of several requests. No torch.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 # The inputs of a part: a list of 2,048 takes 128 of the queue's slots.
 MAX_PART_INPUTS = 16
 T = TypeVar("T")
+# Of vectors: as JSON, for /v1/embeddings or as a bare list; the vectors of each token; sparse ones;
+# an array.
+Encoding = Literal["float", "base64", "bare", "tokens", "sparse", "vectors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class EmbeddingInput:
     dimensions: int | None = None
     normalize: bool | None = None  # None: the checkpoint's setting
     truncation: Truncation = Truncation()
-    encoding: Literal["float", "base64", "bare", "vectors"] = "float"
+    encoding: Encoding = "float"
     param: str = "input"
+    numbers: list[int] = field(default_factory=list)  # the response has, by part; they share it
     cache_namespace: bytes = b""  # cached prefixes are shared within it alone
     adapter: ClassVar[None] = None
 
@@ -48,7 +52,8 @@ class EmbeddingInput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vectors of a part: as JSON with commas between, or as an array [inputs, D]."""
+    """The vectors of a part: as JSON with commas between, or as an array [inputs, D], which is
+    empty for the vectors of tokens and sparse ones."""
 
     content: bytes
     vectors: NDArray[np.float32]

@@ -32,7 +32,7 @@ from worker.messages.generation import Chat
 from worker.messages.protocol import TextModel
 
 MAX_PROMPT_BYTES = 1 << 20
-MAX_DECODED_IDS = 1 << 18
+MAX_DECODED_IDS = MAX_DESCRIBED_CHARS = 1 << 18
 THREADS = 2  # a long text delays others here, but no generation
 
 
@@ -50,6 +50,7 @@ class Prompt(Struct):
 class TokenizeRequest(Struct):
     model: str | None = None
     prompt: str | None = None
+    inputs: str | tuple[str, ...] | None = None  # of text-embeddings-inference
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -70,13 +71,35 @@ class TokenizeRequest(Struct):
                 raise InvalidInput.at(image.param, "must be a data: URL; links are not fetched")
         return chat
 
-    def run(self, model: TextModel) -> Tokens:
+    def run(self, model: TextModel) -> Tokens | list[list[dict[str, Any]]]:
         special = True if self.add_special_tokens is None else self.add_special_tokens
+        if self.inputs is not None:
+            if self.prompt is not None or self.messages is not None:
+                raise InvalidInput.at("inputs", "cannot be combined with prompt or messages")
+            texts: Any = read_inputs(self.inputs, "inputs").values()
+            if sum(map(len, texts)) > MAX_DESCRIBED_CHARS:
+                raise InvalidInput.at("inputs", f"takes at most {MAX_DESCRIBED_CHARS} characters")
+            return [describe_tokens(text, model.hf_tokenizer, special) for text in texts]
         if len((self.prompt or "").encode()) > MAX_PROMPT_BYTES:
             raise HttpError(413, f"prompt: at most {MAX_PROMPT_BYTES} bytes are accepted", "prompt")
         ids = model.encode(self.input(model), special)
         strings = [model.token(id) for id in ids] if self.return_token_strs else None
         return Tokens(len(ids), model.max_model_len, ids, strings)
+
+
+def describe_tokens(text: str, tokenizer: Any, add_special_tokens: bool) -> list[dict[str, Any]]:
+    """Return the tokens of a text with their places. Raises InvalidInput if those are unknown."""
+    if not tokenizer.is_fast:
+        raise InvalidInput.at("inputs", "this model's tokenizer has no offsets: use prompt")
+    options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
+    output = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options)
+    fields = [output[name] for name in ("input_ids", "special_tokens_mask", "offset_mapping")]
+    return [
+        {"id": id, "text": token, "special": True, "start": None, "stop": None}
+        if special
+        else {"id": id, "text": text[start:stop], "special": False, "start": start, "stop": stop}
+        for token, id, special, (start, stop) in zip(output.tokens(), *fields, strict=True)
+    ]
 
 
 class DetokenizeRequest(Struct):
@@ -114,7 +137,11 @@ def text_of(ids: Sequence[int], path: str, model: TextModel, skip_special: bool 
 Request = TokenizeRequest | DetokenizeRequest | DecodeRequest
 TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 TOKENIZE = Operation(
-    "POST /tokenize", "The token ids of a text or a conversation", Tokens, TokenizeRequest
+    "POST /tokenize",
+    "The token ids of a text or a conversation; the tokens of `inputs` as bare lists",
+    Tokens,
+    TokenizeRequest,
+    alternatives=[{"type": "array", "items": {"type": "array", "items": {"type": "object"}}}],
 )
 DETOKENIZE = Operation("POST /detokenize", "The text of token ids", Prompt, DetokenizeRequest)
 COUNT_PATH = "POST /v1/chat/completions/input_tokens"

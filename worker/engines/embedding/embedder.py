@@ -3,14 +3,18 @@
     tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
     normalize, encode
 
+or one per token, the states as they are; or sparse ones (splade.py).
+
 Token rows run in single_pass.py or, of decoders, in engine.py.
 """
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import orjson
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,9 +26,12 @@ from worker.engines.embedding.sentence_transformers import SentenceTransformersC
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput
+from worker.model.paged_runner import PagedRunner
 
 Vectors = NDArray[np.float32]
 
+# Of a response with the states of tokens: 8,192 tokens of a model with 1,024 dimensions.
+MAX_NUMBERS = 1 << 23
 # Roles that clients give a text, each with the prompt names that stand for it.
 QUERY = ("query", "search_query")
 DOCUMENT = ("document", "passage", "corpus", "search_document")
@@ -46,16 +53,31 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         info: ModelInfo,
     ) -> None:
         self.pooling = PoolingHead(config, info.device)
+        if config.splade:
+            self.warm_up_input = replace(self.warm_up_input, encoding="sparse")
         super().__init__(model, self.pooling.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
         self.reads_last_state = {*config.poolings} == {"lasttoken"}
         row = TokenRow(tokenizer.encode("a"))
-        self.dimensions = config.truncate_dim or len(self.head(states_of(model, row), row))
+        states = states_of(model, row)
+        self.state_size = states.shape[1]
+        self.dimensions = config.truncate_dim or len(self.head(states, row))
 
     # ── pool threads ──
 
     def tokenize(self, payload: EmbeddingInput) -> list[TokenRow]:
         self._check_dimensions(payload.dimensions)
+        rows = self._rows(payload)
+        if payload.encoding == "tokens":
+            self._check_states(payload, sum(len(row.ids) for row in rows))
+            for row in rows:
+                row.is_pooled = False
+        elif (payload.encoding == "sparse") != bool(self.config.splade):
+            kind, path = ("sparse", "/embed_sparse") if self.config.splade else ("dense", "/embed")
+            raise InvalidInput(f"the vectors of this model are {kind}: POST {path} returns them")
+        return rows
+
+    def _rows(self, payload: EmbeddingInput) -> list[TokenRow]:
         if not isinstance(payload.inputs[0], str):
             return self._rows_of_ids(payload)
         texts = [text for text in payload.inputs if isinstance(text, str)]
@@ -93,6 +115,15 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             raise InvalidInput.at(param, f"must be one of {', '.join(known)}, not {name[:50]!r}")
         return prompts[self.config.default_prompt] if self.config.default_prompt else ""
 
+    def _check_states(self, payload: EmbeddingInput, tokens: int) -> None:
+        """Raise InvalidInput if the states of tokens are not kept, or too many for a response."""
+        if isinstance(self.model, PagedRunner) and self.reads_last_state:
+            raise InvalidInput("this model keeps the state of a text's last token only")
+        payload.numbers.append(tokens * self.state_size)
+        if sum(payload.numbers) > MAX_NUMBERS:
+            reason = f"the response would have more than {MAX_NUMBERS} numbers: send fewer texts"
+            raise InvalidInput.at(payload.param, reason)
+
     def _check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is None or dimensions == self.dimensions:
             return
@@ -112,16 +143,21 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             "the model was not trained for others (Matryoshka)",
         )
 
-    def finish(self, item: WorkItem[EmbeddingInput], raw: Tensor) -> EmbeddingOutput:
+    def finish(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
         """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
         payload = item.payload
-        if not raw.isfinite().all():
+        if not all(output.isfinite().all() for output in raw):
             raise ItemFailed("the model returned NaN or infinity for this input")
+        if payload.encoding in ("tokens", "sparse"):
+            encode = to_numbers if payload.encoding == "tokens" else to_entries
+            content = b",".join(encode(output.numpy()) for output in raw)
+            return EmbeddingOutput(content, np.empty(0, np.float32), item.tokens)
         dimensions = payload.dimensions or self.dimensions
         normalize = payload.normalize
         if normalize is None:
             normalize = self.pooling.normalizes or payload.dimensions is not None
-        vectors = np.ascontiguousarray(raw.numpy()[:, :dimensions], dtype="<f4")
+        stacked = torch.stack(raw).numpy()
+        vectors = np.ascontiguousarray(stacked[:, :dimensions], dtype="<f4")
         if normalize:
             norms = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.maximum(norms, np.float32(1e-12))
@@ -136,12 +172,25 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         return vectors
 
 
+def to_numbers(array: Vectors) -> bytes:
+    """Return a vector, or a list of them, as JSON."""
+    return orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def to_entries(weights: Vectors) -> bytes:
+    """Return a sparse vector as JSON."""
+    [active] = weights.nonzero()
+    entries = zip(active.tolist(), weights[active], strict=True)
+    values = [{"index": index, "value": value} for index, value in entries]
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def encode_vectors(vectors: Vectors, payload: EmbeddingInput) -> bytes:
     """Encode vectors as JSON values, separated by commas, without brackets around them."""
     if payload.encoding == "base64":
         values = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
     else:
-        values = [orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY) for vector in vectors]
+        values = [to_numbers(vector) for vector in vectors]
     if payload.encoding == "bare":
         return b",".join(values)
     first = payload.first_index or 0

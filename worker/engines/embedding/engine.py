@@ -101,8 +101,8 @@ class ScoringEngine(GenerationEngine):
     def close(self) -> None:
         """Do nothing: a scorer has no threads."""
 
-    def _raw_output(self, item: WorkItem[Any, Any]) -> Tensor:
-        return torch.stack([text.result.tensor() for text in item.prepared])
+    def _raw_output(self, item: WorkItem[Any, Any]) -> list[Tensor]:
+        return [text.result.tensor() for text in item.prepared]
 
 
 def load_paged_runner(language: LanguageModel, limit: int, compile: str) -> PagedRunner:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     PreTrainedModel,
@@ -35,6 +36,7 @@ from worker.engines.embedding.sentence_transformers import (
     read_config,
 )
 from worker.engines.embedding.single_pass import LOGITS, STATES, SinglePassModel
+from worker.engines.embedding.splade import SpladeHead
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.engines.pipeline.engine import PipelineEngine
 from worker.engines.pipeline.limits import context_limit, vocabulary_size
@@ -62,6 +64,7 @@ log = logging.getLogger("onequeue.embedding")
 class ScoringOptions(ModelOptions):
     compile: str = "auto"
     allow_dimensions: bool = False
+    embedding_pooling: str = "auto"  # auto, splade
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +120,15 @@ def load_embedder(options: ScoringOptions) -> Embedder:
     with load_errors(options.model, "embeddings"):
         checkpoint = read_checkpoint(options, encoder_class)
         check_weights(checkpoint)
-        rows = checkpoint.row_model(checkpoint.model, STATES)
+        body: Any = checkpoint.model
+        if splade := checkpoint.config.splade:
+            on_worker(partial(splade.attach, body))
+            body = body.base_model
+        rows = checkpoint.row_model(body, STATES)
         dimensions = None
         if not options.allow_dimensions:
             dimensions = trained_dimensions(checkpoint.model.config)
-        pooling = "+".join(checkpoint.config.poolings)
+        pooling = "splade" if splade else "+".join(checkpoint.config.poolings)
         info = replace(checkpoint.info("feature-extraction", rows), pooling=pooling)
         tokenizer = checkpoint.text_tokenizer()
         return on_worker(partial(Embedder, rows, tokenizer, checkpoint.config, dimensions, info))
@@ -143,20 +150,28 @@ def new_engine(scorer: Embedder | Reranker, batcher: DynamicBatcher[Any]) -> Eng
     return PipelineEngine(scorer, batcher)
 
 
-def read_checkpoint(options: ScoringOptions, choose_class: Callable[[Any], Any]) -> Checkpoint:
-    """Load the model with the auto class that `choose_class` returns for its configuration."""
+def read_checkpoint(
+    options: ScoringOptions, choose_class: Callable[[SentenceTransformersConfig, Any], Any]
+) -> Checkpoint:
+    """Load the model with the auto class that `choose_class` returns for its configurations."""
     path = checkpoint_path(options.model, "embedding")
     config = read_config(path)
-    model, tokenizer, missing = load_checkpoint(options, path, choose_class, config.subfolder)
+    if options.embedding_pooling == "splade" and not config.splade:
+        config = replace(config, splade=SpladeHead({}))
+    model, tokenizer, missing = load_checkpoint(
+        options, path, partial(choose_class, config), config.subfolder
+    )
     return Checkpoint(options, model, tokenizer, config, missing, model.num_parameters())
 
 
-def encoder_class(config: Any) -> Any:
+def encoder_class(files: SentenceTransformersConfig, config: Any) -> Any:
     """Return the auto class of an embedding model: of an encoder-decoder, only the encoder."""
+    if files.splade:
+        return AutoModelForMaskedLM
     return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
 
 
-def reranker_class(config: Any) -> Any:
+def reranker_class(files: SentenceTransformersConfig, config: Any) -> Any:
     if is_causal_lm(config):
         return AutoModelForCausalLM
     names = config.architectures or ()
@@ -178,8 +193,8 @@ def check_weights(checkpoint: Checkpoint) -> None:
     @torch.inference_mode()
     def states() -> bytes:
         ids = torch.arange(1, 8, device=checkpoint.model.device)[None]
-        hidden: torch.Tensor = checkpoint.model(input_ids=ids).last_hidden_state
-        return hidden.float().cpu().numpy().tobytes()
+        output: torch.Tensor = checkpoint.model(input_ids=ids)[0]  # states, or logits for SPLADE
+        return output.float().cpu().numpy().tobytes()
 
     if missing_weights_matter(checkpoint.model, checkpoint.missing_weights, states):
         raise LoadingFailed(describe_missing_weights(checkpoint.missing_weights))

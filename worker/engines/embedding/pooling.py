@@ -37,6 +37,7 @@ POOLINGS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
 class PoolingHead:
     def __init__(self, config: SentenceTransformersConfig, device: str) -> None:
         self.poolings, self.include_prompt = config.poolings, config.include_prompt
+        self.splade = config.splade
         layers = list(config.layers)
         self.normalizes = bool(layers) and isinstance(layers[-1], Normalize)
         if self.normalizes:
@@ -44,7 +45,11 @@ class PoolingHead:
         self.layers = nn.Sequential(*layers).to(device)  # vectors [texts, D] → [texts, D']
 
     def pool(self, states: Tensor, row: TokenRow) -> Tensor:
-        """Pool a text's states [tokens, H] to one vector."""
+        """Pool a text's states [tokens, H] to one vector, unless all of them are requested."""
+        if not row.is_pooled:
+            return states.to(torch.float32, copy=True)  # does not keep the batch's states alive
+        if self.splade:
+            return self.splade.pool(states)
         start = row.prompt_tokens
         if self.include_prompt or start >= len(states):
             start = 0

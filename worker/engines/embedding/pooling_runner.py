@@ -8,7 +8,8 @@ pipeline's runner, a decoder by the generation engine (engine.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
     ) -> None:
         self.model, self.pool = model, pool
-        self.tokenizer = tokenizer
+        self.tokenizer, self.hf_tokenizer = tokenizer, tokenizer.tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
         self.no_images_reason = TEXT_ONLY
@@ -81,31 +82,36 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Return the token rows of a payload. Raises InvalidInput."""
 
     @torch.inference_mode()
-    def forward(self, prepared: list[list[TokenRow]]) -> list[Tensor | Cut]:
-        """Return a tensor [rows, …] per item; CUT where rows need another batch."""
+    def forward(self, prepared: list[list[TokenRow]]) -> list[list[Tensor] | Cut]:
+        """Return the tensors of an item's rows; CUT where rows need another batch."""
         assert isinstance(self.model, SinglePassModel)
         self.model.run([row for rows in prepared for row in rows], self.pool, self.others)
         is_done = [all(row.result is not None for row in rows) for rows in prepared]
-        done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]
-        if not done:
-            return [CUT] * len(prepared)
-        results = [row.result for rows in done for row in rows if row.result is not None]
-        pooled = torch.stack(results)
-        outputs = self.apply_head(pooled).cpu()
-        parts = iter(torch.split(outputs, [len(rows) for rows in done]))
-        return [next(parts) if complete else CUT for complete in is_done]
+        items = list(zip(prepared, is_done, strict=True))
+        outputs = self._outputs([row for rows, complete in items if complete for row in rows])
+        return [list(islice(outputs, len(rows))) if complete else CUT for rows, complete in items]
+
+    def _outputs(self, rows: Sequence[TokenRow]) -> Iterator[Tensor]:
+        """Yield the output of each of the rows, which have run."""
+        results = [(row, row.result) for row in rows if row.result is not None]
+        pooled = [result for row, result in results if row.is_pooled]
+        vectors = iter(self.apply_head(torch.stack(pooled)).cpu() if pooled else ())
+        for row, result in results:
+            yield next(vectors) if row.is_pooled else result.cpu()
 
     @torch.inference_mode()
     def head(self, states: Tensor, row: TokenRow) -> Tensor:
         """Return the output of a row by its states: of all tokens, or of the last one."""
-        return self.apply_head(self.pool(states, row)[None])[0]
+        result = self.pool(states, row)
+        return self.apply_head(result[None])[0] if row.is_pooled else result
 
     def apply_head(self, pooled: Tensor) -> Tensor:
         """Run the layers after pooling on [rows, …]."""
         return pooled
 
     @abstractmethod
-    def finish(self, item: WorkItem[Payload], raw: Tensor) -> Result: ...
+    def finish(self, item: WorkItem[Payload], raw: list[Tensor]) -> Result:
+        """Return an item's result from the outputs of its rows."""
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""

@@ -7,6 +7,7 @@
 Scores pass the checkpoint's activation, by default a sigmoid.
 """
 
+import torch
 from torch import Tensor, nn
 
 from batching.errors import ItemFailed
@@ -40,11 +41,12 @@ class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
     def tokenize(self, payload: ScoringInput) -> list[TokenRow]:
         return self.pair_tokenizer(payload)
 
-    def finish(self, item: WorkItem[ScoringInput], raw: Tensor) -> ScoringOutput:
+    def finish(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
         """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
-        if not raw.isfinite().all():
+        logits = torch.stack(raw)
+        if not logits.isfinite().all():
             raise ItemFailed("the model returned NaN or infinity for this input")
-        scores: Tensor = raw if item.payload.raw else self.activation(raw)
+        scores: Tensor = logits if item.payload.raw else self.activation(logits)
         return ScoringOutput(scores.tolist(), item.tokens)
 
 

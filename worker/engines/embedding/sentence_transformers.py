@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers.utils.hub import cached_file
 
+from worker.engines.embedding.splade import SpladeHead
 from worker.model.loading import LoadingFailed
 
 PACKAGE = "sentence_transformers."
@@ -73,6 +74,7 @@ class SentenceTransformersConfig:
     subfolder: str = ""  # of the transformer
     poolings: Sequence[str] = ("mean",)
     include_prompt: bool = True
+    splade: SpladeHead | None = None  # of a sparse model, instead of poolings and layers
     layers: Sequence[nn.Module] = (Normalize(),)  # after pooling, in order
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -116,10 +118,13 @@ def read_config(model: str) -> SentenceTransformersConfig:
     for module in modules:
         path, kind = module.get("path", ""), str(module["type"])
         name = kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind
-        if name == "Transformer":
+        if name in ("Transformer", "MLMTransformer"):
             read |= {"subfolder": path, **_transformer(model, path)}
         elif name == "Pooling":
             read |= _pooling(read_json(model, f"{path}/config.json") or {})
+        elif name == "SpladePooling":
+            config = read_json(model, f"{path}/config.json") or {}
+            read["splade"] = SpladeHead(config, general.get("max_active_dims"))
         elif name == "Dense":
             layers.append(_dense(model, path))
         elif name == "Normalize":

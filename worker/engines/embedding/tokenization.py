@@ -29,6 +29,7 @@ class TokenRow:
     ids: TokenList
     token_type_ids: TokenList | None = None  # for models that distinguish the texts of a pair
     prompt_tokens: int = 0  # at the start, which pooling may leave out
+    is_pooled: bool = True  # False: the result is the states of all tokens
     result: Tensor | None = None
 
 

@@ -93,6 +93,7 @@ class InputProcessor:
             unpaged_reason,
         )
         self._tokenizer: Any = tokenizer  # calls of it are not annotated
+        self.hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self.eos_token_ids = self._ends(defaults)
         self._default_params = params = default_sampling(defaults)

@@ -142,6 +142,9 @@ def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineR
     info = model_info(task, options.name, pipe.model, count, batching, why)
     if task == "fill-mask":
         info = replace(info, mask=pipe.tokenizer.mask_token)
+    if task == "text-classification":
+        config: Any = pipe.model.config
+        info = replace(info, labels=config.id2label, max_length=context_limit(pipe))
     limiter = DecodeLimiter(int(options.max_image_mp * 1e6))
     runner = PipelineRunner(pipe, info, packing, limiter, max_rows)
     warm_up = partial(on_worker, runner.warm_up)

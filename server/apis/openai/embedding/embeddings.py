@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, and `/embed` of text-embeddings-inference.
+"""`POST /v1/embeddings`; `/embed`, `/embed_all`, `/embed_sparse` of text-embeddings-inference.
 
     body → checked inputs → payloads, a work item each → their JSON, joined
 
@@ -8,8 +8,8 @@ text-embeddings-inference returns. Prompts, dimensions and lengths are checked b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
@@ -26,11 +26,13 @@ from server.apis.openai.response_schemas import Embeddings, EmbeddingUsage
 from server.core.worker_client import IncomingRequest
 from server.http.json import Document, to_json
 from server.http.ndjson import LineStream, LineWork
-from server.http.operation import Operation
+from server.http.operation import JSON, Body, Operation, Schema
 from server.http.request import is_ndjson
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
-VECTORS = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+VECTORS: Schema = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+LISTS: Body = {JSON: {"type": "array", "items": VECTORS}}
+ENTRIES: Body = {JSON: {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}}
 Inputs = Annotated[
     TextsOrIds,
     Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
@@ -57,35 +59,71 @@ class EmbeddingRequest(ScoringRequest, kw_only=True):
         if self.input is not None and self.inputs is not None:
             raise InvalidInput.at("input", "cannot be combined with inputs")
         param = "inputs" if self.is_bare else "input"
-        by_path = read_inputs(self.inputs if self.is_bare else self.input, param)
-        if len(by_path) > MAX_INPUTS:
-            reason = f"takes at most {MAX_INPUTS} inputs, not {len(by_path)}"
-            raise InvalidInput.at(param, reason)
-        inputs, is_single = [*by_path.values()], param in by_path
-        return [
-            EmbeddingInput(
-                part,
-                None if is_single else first,
-                prompt=self.prompt_name,
-                role=self.input_type,
-                dimensions=self.dimensions,
-                normalize=self.is_bare or None if self.normalize is None else self.normalize,
-                truncation=self.truncation(),
-                encoding="bare" if self.is_bare else self.encoding_format or "float",
-                param=param,
-            )
-            for first, part in split_parts(inputs, list(map(len, inputs)), max_size)
-        ]
+        payload = EmbeddingInput(
+            (),
+            None,
+            prompt=self.prompt_name,
+            role=self.input_type,
+            dimensions=self.dimensions,
+            normalize=self.is_bare or None if self.normalize is None else self.normalize,
+            truncation=self.truncation(),
+            encoding="bare" if self.is_bare else self.encoding_format or "float",
+            param=param,
+        )
+        return split_inputs(self.inputs if self.is_bare else self.input, payload, max_size)
 
     def content(self, outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
         """Return the response with the vectors as the pool has encoded them."""
-        vectors = [part for output in outputs for part in (b",", output.content)][1:]
+        vectors = bare_list(outputs)
         if self.is_bare:
-            return [b"[", *vectors, b"]"]
+            return vectors
         tokens = sum(output.tokens for output in outputs)
         usage = EmbeddingUsage(tokens, tokens)
         head, tail = to_json(Embeddings("list", [], self.model, usage)).split(b"[]", 1)
-        return [head + b"[", *vectors, b"]" + tail]
+        return [head, *vectors, tail]
+
+
+class EmbedAllRequest(ScoringRequest, kw_only=True):
+    encoding: ClassVar[Literal["tokens", "sparse"]] = "tokens"
+
+    inputs: str | Inputs
+    prompt_name: str | None = None
+
+    def payloads(self, max_size: PartSize, kind: str) -> list[EmbeddingInput]:
+        payload = EmbeddingInput(
+            (),
+            None,
+            prompt=self.prompt_name,
+            truncation=self.truncation(),
+            encoding=self.encoding,
+            param="inputs",
+        )
+        return split_inputs(self.inputs, payload, max_size)
+
+    def content(self, outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
+        return bare_list(outputs)
+
+
+class EmbedSparseRequest(EmbedAllRequest, kw_only=True):
+    encoding: ClassVar[Literal["tokens", "sparse"]] = "sparse"
+
+
+def split_inputs(inputs: Any, payload: EmbeddingInput, max_size: PartSize) -> list[EmbeddingInput]:
+    """Return the payload with each part of the inputs."""
+    by_path = read_inputs(inputs, payload.param)
+    if len(by_path) > MAX_INPUTS:
+        reason = f"takes at most {MAX_INPUTS} inputs, not {len(by_path)}"
+        raise InvalidInput.at(payload.param, reason)
+    texts, is_single = [*by_path.values()], payload.param in by_path
+    return [
+        replace(payload, inputs=part, first_index=None if is_single else first)
+        for first, part in split_parts(texts, list(map(len, texts)), max_size)
+    ]
+
+
+def bare_list(outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
+    parts = [part for output in outputs for part in (b",", output.content)][1:]
+    return [b"[", *parts, b"]"]
 
 
 EMBEDDINGS = [
@@ -98,6 +136,10 @@ EMBEDDINGS = [
         takes_lines=True,
     )
     for path in ("/v1/embeddings", "/embed")
+]
+EMBEDDINGS += [
+    Operation("POST /embed_all", "The states of each token", LISTS, EmbedAllRequest),
+    Operation("POST /embed_sparse", "Sparse vectors", ENTRIES, EmbedSparseRequest),
 ]
 
 

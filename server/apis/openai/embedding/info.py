@@ -1,4 +1,5 @@
-"""`GET /info` of text-embeddings-inference: the embedding model, or else the reranker."""
+"""`GET /info` of text-embeddings-inference: the embedding model, the reranker or else
+the text classifier at `POST /`."""
 
 from typing import Any
 
@@ -10,9 +11,19 @@ from server.apis.openai.embedding.endpoint import MAX_INPUTS
 from server.apis.openai.models import NamedModel
 from server.core.settings import Settings
 from server.http.operation import JSON, Operation, OperationRoute
+from worker.messages.protocol import ModelInfo
 
 INFO = Operation("GET /info", "The model and its limits", {JSON: {"type": "object"}}, errors=[503])
 RERANKER = {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
+
+
+def model_type(info: ModelInfo) -> dict[str, Any]:
+    if info.pooling:
+        return {"embedding": {"pooling": info.pooling}}
+    if not info.labels:
+        return RERANKER
+    names = {str(n): label for n, label in info.labels.items()}
+    return {"classifier": {"id2label": names, "label2id": {names[n]: int(n) for n in names}}}
 
 
 def info_route(settings: Settings, model: NamedModel) -> OperationRoute:
@@ -22,9 +33,9 @@ def info_route(settings: Settings, model: NamedModel) -> OperationRoute:
         return {
             "model_id": model.id,
             "model_dtype": info.dtype,
-            "model_type": {"embedding": {"pooling": info.pooling}} if info.pooling else RERANKER,
+            "model_type": model_type(info),
             "max_concurrent_requests": settings.max_queue_size,
-            "max_input_length": model.text_info.max_model_len,
+            "max_input_length": info.max_length or model.text_info.max_model_len,
             "max_batch_tokens": settings.max_batch_tokens,
             "max_client_batch_size": MAX_INPUTS,
             "auto_truncate": False,
