@@ -262,8 +262,8 @@ class WorkerClient:
         if is_pipeline and TASKS[task_of(self.models[item.model])].kind != "text":
             return True
         prompt = getattr(payload, "prompt", None)
-        has_images = isinstance(prompt, Chat) and bool(prompt.images)
-        return has_images or item.chars > LONG_CHARS
+        images = prompt.images if isinstance(prompt, Chat) else getattr(payload, "assets", None)
+        return bool(images) or item.chars > LONG_CHARS
 
     # ── in pool threads ──
 

@@ -427,7 +427,6 @@ def test_error_names_the_invalid_field(
         ("prompt", {"id": "p"}),
         ("prompt_cache_retention", "24h"),
         ("response_format", {"type": "text"}),
-        ("truncation", "auto"),
     ],
 )
 def test_error_names_the_unimplemented_parameter(server: Server, name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ def test_response_has_the_parameters_of_the_request(server: Server) -> None:
         "parallel_tool_calls": False, "store": False, "tools": [TOOL], "user": "u",
         "tool_choice": {"type": "function", "name": "get_weather"}, "metadata": {"a": "b"},
         "prompt_cache_key": "k", "safety_identifier": "s", "top_logprobs": 0, "max_tool_calls": 3,
+        "truncation": "auto",
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"},
                             "strict": True, "description": None}, "verbosity": "low"},

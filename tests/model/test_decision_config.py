@@ -201,7 +201,7 @@ BROKEN = {"img-1": {"type": "image", "data_base64": "cG5n"}}
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"questions": MANY}, "questions.q"),
+        ({"questions": MANY}, "assets"),
         ({"state": "</s> img-1"}, "questions.like"),
         ({"assets": BROKEN}, "assets.img-1"),
         ({"state": "word " * 2000}, "questions.like"),

@@ -160,6 +160,7 @@ class GenerationInput:
     first_choice: int = 0  # the number of the first choice: prompts of a list share a stream
     suffix: str | None = None  # fill-in-the-middle: the text after the generated one
     truncate: int | None = None  # keep that many tokens of the prompt's end; -1: those that fit
+    drops_oldest: bool = False  # messages of a chat that does not fit
     echo: bool = False  # the response starts with the prompt's text and its log-probabilities
     prompt_logprobs: int | None = None  # as `sampling.logprobs`, for the prompt's tokens
     token_ids: bool = False  # deltas have the ids of the prompt and the output

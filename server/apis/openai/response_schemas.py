@@ -269,7 +269,7 @@ class Response(Struct, kw_only=True):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     metadata: dict[str, str]
     instructions: str | None

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import exp, isnan
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from batching.errors import InvalidInput
+from batching.errors import ClientGone, InvalidInput
 from batching.fair_share import Priority
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, PrefixedTokens, TokenIds
@@ -68,6 +68,16 @@ class SharedPrompt(NamedTuple):
     before: str  # text between the prefix and the question
     after: str  # text after the question
     key: str  # of the escaped special tokens
+
+
+class EscapedState(NamedTuple):
+    """The state of a request, once for all prompts. `key` escapes special tokens; `names`: of the
+    images that it shows. `is_plain`: it has no special tokens."""
+
+    key: str = ""
+    value: Any = None
+    names: Sequence[str] = ()
+    is_plain: bool = True
 
 
 class LabelScores(PromptOutput):
@@ -145,9 +155,12 @@ class Decisions:
         shared = None if request.assets or has_template else self._shared_prompt(request)
         prefix_len = len(shared.ids) if shared else 0
         processed = self._processed(item, request)
+        state = EscapedState() if shared else self._escaped_state(request)
         outputs: list[LabelScores] = []
         own_tokens = 0
         for number, question in enumerate(request.questions):
+            if not item.open:
+                raise ClientGone("the request has ended")
             labels, multimodal = self._labels(question), None
             if shared:
                 escaped = self._escaper.escape(self._text(question, labels), shared.key)
@@ -157,7 +170,7 @@ class Decisions:
                     own_ids = self._escaper.ids(shared.last_word + text, shared.key)
                 prompt = PrefixedTokens(shared.ids, own_ids[shared.last_word_tokens :])
             else:
-                prompt, multimodal = self._whole_prompt(request, question, labels, processed)
+                prompt, multimodal = self._whole_prompt(request, question, labels, processed, state)
             own_tokens += len(prompt.own)
             prompt_tokens = own_tokens + (number + 1) * prefix_len
             fits = own_tokens <= MAX_QUESTION_TOKENS and prompt_tokens <= MAX_PROMPT_TOKENS
@@ -220,18 +233,21 @@ class Decisions:
         question: Question,
         labels: Mapping[str, int],
         processed: ProcessorOutput | None,
+        state: EscapedState,
     ) -> tuple[PrefixedTokens, MultimodalPrompt | None]:
         """Return a prompt that is rendered and encoded alone, by the decision template or as a
         message, with its images, of those that are `processed`."""
-        template, key = self._config.chat_template, self._template_escaper.new_key()
+        template, key = self._config.chat_template, state.key
         content = f"{request.messages[0]['content']}\n\n{self._text(question, labels)}"
         values: dict[str, Any] = {"content": content}
         if template is not None:
-            values = {"state": request.state, "question": self._document(question, [*labels])}
-        names: list[str] = []  # of the images
+            values = {"question": self._document(question, [*labels])}
+        names = [*state.names]  # of the images
         values = insert_images(values, request.assets, names)
         escaped = self._template_escaper.escape(values, key)
-        is_plain = escaped == values
+        is_plain = state.is_plain and escaped == values
+        if template is not None:
+            escaped["state"] = state.value
         message = {"role": "user", "content": escaped.pop("content", "")}
         chat = Chat((message,), (), {"enable_thinking": False, **escaped}, template=template)
         text = self._template.render(chat).text
@@ -239,8 +255,10 @@ class Decisions:
         if template is not None:
             text = text.partition(MARK)[0]
         if names and self._preprocessor and processed:
-            if not is_plain or len(names) > MAX_IMAGES or SPLIT in text:
-                reason = f"beside images, at most {MAX_IMAGES}, texts have no special tokens"
+            if not is_plain or SPLIT in text:
+                reason = (
+                    "it or the state has special tokens, which texts beside images may not have"
+                )
                 raise InvalidInput.at(question.param, reason)
             features = dict(zip(request.assets, processed.images, strict=True))
             shown = [features[name] for name in names]
@@ -254,6 +272,15 @@ class Decisions:
         with tokenizing(len(text)):
             ids = self._template_escaper.ids(text, key)
         return PrefixedTokens((), [id_ for id_ in ids if id_ != self._split]), None
+
+    def _escaped_state(self, request: DecisionInput) -> EscapedState:
+        """Return the state for a decision template, which each question's prompt reads."""
+        key, names = self._template_escaper.new_key(), list[str]()
+        if self._config.chat_template is None:
+            return EscapedState(key)
+        value = insert_images(request.state, request.assets, names)
+        escaped = self._template_escaper.escape(value, key)
+        return EscapedState(key, escaped, names, escaped == value)
 
     def _document(self, question: Question, labels: Sequence[str]) -> dict[str, Any]:
         """Return a question as transformers passes it to a decision template."""
@@ -320,7 +347,8 @@ def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...
 
 def insert_images(value: Any, assets: Collection[str], names: list[str]) -> Any:
     """Replace each text that has placeholders, in lists and mappings, by a list of parts, as in a
-    Chat. The placeholders of all parts are added to `names`, in order."""
+    Chat. The placeholders of all parts are added to `names`, in order. Raises InvalidInput for more
+    than MAX_IMAGES."""
     if not assets:
         return value
     if isinstance(value, Mapping):
@@ -328,9 +356,11 @@ def insert_images(value: Any, assets: Collection[str], names: list[str]) -> Any:
     if isinstance(value, list):
         return [insert_images(item, assets, names) for item in value]
     pattern = "|".join(map(re.escape, sorted(assets, key=len, reverse=True)))
-    if not isinstance(value, str) or not (found := re.findall(pattern, value)):
+    if not isinstance(value, str) or not re.search(pattern, value):
         return value
-    names += found
+    names += islice((found[0] for found in re.finditer(pattern, value)), MAX_IMAGES + 1)
+    if len(names) > MAX_IMAGES:
+        raise InvalidInput.at("assets", f"are shown more than {MAX_IMAGES} times in a prompt")
     parts = filter(None, re.split(f"({pattern})", value))
     return [
         {"type": "image"} if part in assets else {"type": "text", "text": part} for part in parts

@@ -40,6 +40,7 @@ from worker.model.loading import model_info
 from worker.model.logits_processors import CheckpointProcessors
 from worker.model.sampler import SamplingParams
 from worker.text.chat_template.template import ChatTemplate, RenderedPrompt
+from worker.text.chat_template.truncation import without_oldest
 from worker.text.detokenizer import Vocabulary
 from worker.text.long_text import TokenLimit, tokenizing
 from worker.text.output_format import CONTENT, OutputFormat
@@ -126,9 +127,29 @@ class InputProcessor:
             return
         if request.tool_policy or request.constraint:
             self.constraint_builder.set_client(item.owner.client)
+        if request.drops_oldest:
+            request = self._without_oldest(request)
         prepared = self.prepare_prompt(request, lambda: item.open)
         item.prepared = create_outputs(item, request, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
+
+    def _without_oldest(self, request: GenerationInput) -> GenerationInput:
+        """Return a request without the oldest messages, if they do not fit into the context. One
+        with images is not changed: each attempt would process them."""
+        assert isinstance(request.prompt, Chat)
+        if request.prompt.images:
+            return request
+        room = max(1, self.max_model_len - (request.stopping.max_tokens or 1))
+
+        def fits(chat: Chat) -> bool:
+            try:
+                return len(self.encode(chat)) <= room
+            except InvalidInput:  # it is too long, or the template refuses its beginning
+                return False
+
+        if fits(request.prompt) or not (chat := without_oldest(request.prompt, fits)):
+            return request
+        return replace(request, prompt=chat)
 
     def _prepare_decisions(self, item: GenerationItem, request: DecisionInput) -> None:
         if request.assets and not self.image_preprocessor:

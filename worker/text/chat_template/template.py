@@ -265,9 +265,10 @@ class ChatTemplate:
         """Return whether a chat enables reasoning, or the defaults do, the template's own last."""
         variables = self._variables(chat)
         switches = [variables[switch] for switch in SWITCHES if switch in variables]
-        if not switches and chat.effort is None:
+        effort = variables.get(EFFORT) if chat.effort is None else chat.effort
+        if not switches and effort is None:
             return self._reasons_by_default
-        return any(switches) or chat.effort not in (None, "none")
+        return any(switches) or effort not in (None, "none")
 
     def _variables(self, chat: Chat) -> dict[str, Any]:
         """Return the values of the template's variables: the chat's own, those for its reasoning

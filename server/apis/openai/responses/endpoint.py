@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.types import Scope, Send
 
-from batching.errors import ClientGone, InvalidInput, QueueFull
+from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
 from batching.fair_share import Priority
 from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.apis.openai.jobs import JobRunner, StoredJob
@@ -95,7 +95,7 @@ class BackgroundJob(StoredJob):
         self.endpoint, self.scope, self.stream = endpoint, scope, stream
         self.builder, self.transfer = builder, transfer
         self.stored = asyncio.Event()  # in the store, from its beginning
-        self.added = asyncio.Event()  # an event, to the store
+        self.readers: set[asyncio.Event] = set()  # each is set when an event is added
         self._keeps_events = builder.streams
         self._count = self._event_bytes = 0  # of kept events
 
@@ -129,8 +129,13 @@ class BackgroundJob(StoredJob):
             await store()
         finally:
             self.stored.set()
-            self.added.set()
+            self._wake_readers()
             self.endpoint.background_memory.release(self.transfer)
+
+    @property
+    def last_event(self) -> bytes:
+        """The last event, where the disk has failed meanwhile."""
+        return self.builder.end()
 
     @property
     def store(self) -> ResponseStore:
@@ -146,13 +151,18 @@ class BackgroundJob(StoredJob):
             self._event_bytes += len(event)
             if self._event_bytes > MAX_EVENT_BYTES:
                 raise QueueFull(f"they exceed {MAX_EVENT_BYTES} bytes")
-            self.endpoint.background_memory.take(self.transfer, len(event))
+            if not self.store.is_shared:
+                self.endpoint.background_memory.take(self.transfer, len(event))
             await run_sync(self.store.add_event, self.id, self._count, event)
         except (QueueFull, OSError, sqlite3.Error) as error:
             self._keeps_events = False
             log.warning("further events not stored id=%s error=%.200r", self.id, error)
         self._count += 1
-        self.added.set()
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        for reader in self.readers:
+            reader.set()
 
 
 class Retrieval(Struct):
@@ -270,7 +280,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             if not job.builder.streams:
                 return await send_json(send, response, headers=headers)
             assert incoming.receive
-            events = StoredEvents(job.store, job.namespace, job.id, -1, job.added, headers)
+            events = StoredEvents(job.store, job.namespace, job.id, -1, job, headers)
             return await events(scope, incoming.receive, send)
         with self.submit(incoming, request) as stream:
             builder = self.builder(request, stream.usage)
@@ -309,8 +319,12 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
                 log.error("response not stored id=%s error=%.200r", builder.response.id, error)
                 self.worker_client.metrics.not_stored.inc()
                 builder.response.store = False
-            with contextlib.suppress(NotStored, OSError, sqlite3.Error):  # its earlier state
+            try:  # its earlier state
                 await run_sync(self.store.delete, owner.namespace, builder.response.id)
+            except NotStored:
+                pass
+            except (OSError, sqlite3.Error):
+                self.store.lose(builder.response.id)
         if builder.response.background:
             put = self.fallback_store.put
             await run_sync(lambda: put(owner, builder.stored, is_generating))
@@ -352,7 +366,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             return store
 
         store = await self._in_stores(find, scope, id)
-        return StoredEvents(store, namespace, id, after, job.added if job else asyncio.Event())
+        return StoredEvents(store, namespace, id, after, job)
 
     @Operation(
         "GET /v1/responses/{id}/input_items",
@@ -394,7 +408,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             return
         is_generating = partial(self.store.is_generating, owner.namespace, id)
         await in_store(self.store.cancel, owner.namespace, id)
-        while await in_store(is_generating):  # noqa: ASYNC110  # by another process
+        while await in_store(is_generating):  # by another process
+            if self.worker_client.terminating:
+                raise Draining("the server is stopping", 5)
             await asyncio.sleep(POLL_S)
 
     async def _in_stores(

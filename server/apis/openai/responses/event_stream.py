@@ -7,6 +7,7 @@ generated, and after its end, by any number of clients of any process.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,14 +15,22 @@ from starlette.types import Receive, Scope, Send
 from server.apis.openai.responses.store import NotStored, ResponseStore
 from server.apis.openai.sqlite_store import in_store
 from server.http.json import Header
+from server.http.request import Application
 from server.http.sse import COMMENT, EventStream
 
-POLL_S = 0.1  # how often events that another process adds are looked for
+POLL_S = 0.5  # how often events that another process adds are looked for
+
+
+class GeneratingJob(Protocol):
+    """The job of this process that adds the events. Sets those of `readers` for each."""
+
+    readers: set[asyncio.Event]
+    last_event: bytes
 
 
 class StoredEvents(Response):
-    """The events of a response after the one of number `after`. `added` is set when this process
-    adds one."""
+    """The events of a response after the one of number `after`. `job`: None if it has ended, or
+    belongs to another process."""
 
     def __init__(
         self,
@@ -29,45 +38,58 @@ class StoredEvents(Response):
         namespace: bytes,
         id: str,
         after: int,
-        added: asyncio.Event,
+        job: GeneratingJob | None,
         headers: Sequence[Header] = (),
     ) -> None:
         self.store, self.namespace, self.id, self.after = store, namespace, id, after
-        self.added, self.extra_headers = added, headers
-        self.is_idle = False
-        self.client_gone = False
+        self.job, self.extra_headers = job, headers
+        self.added = asyncio.Event()
+        self.is_idle = self.client_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        readers = self.job.readers if self.job else set()
+        readers.add(self.added)
         watching = asyncio.create_task(self._watch(receive))
         try:
-            await EventStream(scope, send, self._on_idle, self.extra_headers).run(self._events())
+            stream = EventStream(scope, send, self._on_idle, self.extra_headers)
+            await stream.run(self._events(scope))
         finally:
             watching.cancel()
+            readers.discard(self.added)
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        """Yield events until the last one, or until the response is deleted."""
-        with contextlib.suppress(NotStored):
-            while not self.client_gone:
-                self.added.clear()
-                read = self.store.events, self.namespace, self.id, self.after
+    async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
+        """Yield events until the last one, until the response is deleted, or until this server
+        stops while another process generates it."""
+        app: Application = scope["app"]
+        while not self.client_gone and (self.job or not app.worker_client.terminating):
+            self.added.clear()
+            read = self.store.events, self.namespace, self.id, self.after
+            try:
                 events, is_generating = await in_store(*read)
-                for event in events:
-                    yield event
-                self.after += len(events)
-                if events:
-                    continue
-                if not is_generating:
-                    return
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.added.wait(), POLL_S)
-                if self.is_idle:
-                    self.is_idle = False
-                    yield COMMENT
+            except NotStored:
+                if self.job:
+                    yield self.job.last_event
+                return
+            app.memory.hold(scope["transfer"], sum(map(len, events)))
+            for event in events:
+                yield event
+            self.after += len(events)
+            if events:
+                continue
+            if not is_generating:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.added.wait(), None if self.job else POLL_S)
+            if self.is_idle:
+                self.is_idle = False
+                yield COMMENT
 
     def _on_idle(self) -> None:
         self.is_idle = True
+        self.added.set()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.client_gone = True
+        self.added.set()

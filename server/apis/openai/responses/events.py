@@ -366,6 +366,7 @@ def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Respons
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
+        truncation=request.truncation or "disabled",
         model=request.model,
         previous_response_id=request.previous_response_id,
         prompt_cache_key=request.prompt_cache_key,

@@ -92,7 +92,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "response_format": (),
         "return_token_ids": (False,),
-        "truncation": ("disabled",),
         "reasoning.context": ("auto", "current_turn", "all_turns"),
         "reasoning.mode": ("standard",),
     } | GenerationRequest.unimplemented
@@ -100,6 +99,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     input: NonEmpty | Annotated[list[Annotated[Item, ITEM_FIELDS]], NON_EMPTY]
     instructions: str | None = None
     previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: Metadata | None = None
@@ -186,6 +186,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             self.logprobs,
             tool_policy=policy,
             thinking_tokens=self.thinking_token_budget,
+            drops_oldest=self.truncation == "auto",
             param="input",
         )
 

@@ -26,7 +26,7 @@ from server.http.sse import named_frame
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
 EVENTS_S = 3600
-MAX_READ_EVENTS = 256
+MAX_READ_BYTES = 1 << 18  # of events at a time, or one event
 ENDED = "the server process that generated the response has ended"
 
 # `used` is 0 while a response is generated: it is not dropped, and not counted.
@@ -99,6 +99,7 @@ class ResponseStore(SqliteStore):
     ) -> None:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
+        self._lost: set[str] = set()  # responses whose end could not be stored
         super().__init__(path, SCHEMA)
 
     @property
@@ -166,7 +167,8 @@ class ResponseStore(SqliteStore):
             "SELECT 1 FROM generating JOIN responses USING (id) WHERE namespace = ? AND id = ?"
         )
         with self._lock:
-            return self._database.execute(generating, (namespace, id)).fetchone() is not None
+            row = self._database.execute(generating, (namespace, id)).fetchone()
+            return row is not None and id not in self._lost
 
     def _fail_abandoned(self) -> None:
         """Store the unfinished responses of dead processes as failed, without their input."""
@@ -186,6 +188,10 @@ class ResponseStore(SqliteStore):
                         failed = orjson.loads(response) | {"status": "failed", "error": error}
                         self._put(Owner(*owner), Stored(failed, []))
 
+    def lose(self, id: str) -> None:
+        """Take a response for deleted, which cannot be deleted now: the disk has failed."""
+        self._lost.add(id)
+
     # ── events ──
 
     def add_event(self, id: str, number: int, event: bytes) -> None:
@@ -200,11 +206,13 @@ class ResponseStore(SqliteStore):
     def events(self, namespace: bytes, id: str, after: int) -> tuple[list[bytes], bool]:
         """Return the next events after a number, and whether the response is generated. Raises
         InvalidInput if they are not kept."""
-        is_generating = self.is_generating(namespace, id)  # first: the last event ends it
         self._row("id", namespace, id)
-        select = "SELECT event FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT ?"
+        generating = "SELECT 1 FROM generating WHERE id = ?"
+        select = "SELECT event FROM events WHERE id = ? AND number > ? ORDER BY number"
         kept = "SELECT min(number), max(number) FROM events WHERE id = ?"
         with self._lock:
+            # first: the last event ends it
+            is_generating = self._database.execute(generating, (id,)).fetchone() is not None
             first, last = self._database.execute(kept, (id,)).fetchone()
             if first is None:
                 reason = "with background: true and stream: true, within an hour"
@@ -212,21 +220,28 @@ class ResponseStore(SqliteStore):
             if not first <= after + 1 <= last + 1:
                 reason = f"the events {first} to {last} are kept"
                 raise InvalidInput.at("starting_after", f"is {after}; {reason}")
-            rows = self._database.execute(select, (id, after, MAX_READ_EVENTS))
-            return [event for [event] in rows], is_generating
+            events, size = list[bytes](), 0
+            for [event] in self._database.execute(select, (id, after)):
+                events.append(event)
+                if (size := size + len(event)) > MAX_READ_BYTES:
+                    break
+            return events, is_generating
 
     def remove_expired(self) -> None:
-        old, expired = (
-            int(time.time()) - EVENTS_S,
-            "DELETE FROM events WHERE added_at < ? RETURNING id",
+        """Remove the events of responses that ended long ago, and the lost responses."""
+        old = int(time.time()) - EVENTS_S
+        expired = (
+            "SELECT id FROM events GROUP BY id HAVING max(added_at) < ? "
+            "AND id NOT IN (SELECT id FROM generating)"
         )
-        resized = (
-            f"UPDATE responses SET size = length(response) + length(input) + {EVENT_BYTES} "
-            "WHERE id = ? AND used"
-        )
+        resized = "UPDATE responses SET size = length(response) + length(input) WHERE id = ?"
         with self._lock, self._database as database:
-            ids = {*database.execute(expired, (old,)).fetchall()}
+            ids = database.execute(expired, (old,)).fetchall()
+            database.executemany("DELETE FROM events WHERE id = ?", ids)
             database.executemany(resized, ids)
+            lost = [(id,) for id in self._lost]
+            database.executemany("DELETE FROM responses WHERE id = ?", lost)
+        self._lost.clear()
 
     # ── stored responses ──
 
@@ -308,6 +323,6 @@ class ResponseStore(SqliteStore):
         select = f"SELECT {columns} FROM responses WHERE namespace = ? AND id = ?"
         with self._lock:
             row: tuple[Any, ...] | None = self._database.execute(select, (namespace, id)).fetchone()
-        if row is None:
+        if row is None or id in self._lost:
             raise NotStored(id)
         return row
