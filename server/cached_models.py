@@ -103,7 +103,7 @@ def _checkpoints(cache: Path) -> Iterator[tuple[str, Path]]:
     each GGUF file in it."""
     try:
         repositories = scan_cache_dir(cache).repos
-    except (CacheNotFound, OSError):
+    except CacheNotFound:
         return
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         for revision in repository.revisions if repository.repo_type == "model" else ():
