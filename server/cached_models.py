@@ -12,8 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub import constants
 
 from server.apis.openai.models import ModelGroup, NamedModel
 from server.core.settings import SERVED_NAME, ModelReference, Settings
@@ -24,7 +23,9 @@ from worker.checkpoint_files import GGUF, file_problem, folder_problem
 from worker.registry import ServedModel
 from worker.task_detection import split_file
 
+MAX_ENTRIES = 10_000  # of a folder that are read
 MAX_MODELS = 256
+COMMIT_CHARS = 40
 SCAN_INTERVAL_S = 5.0
 MAX_WAIT_S = 5.0  # of a request for a scan
 Checkpoints = dict[str, tuple[str, Path]]  # kinds and paths, by name
@@ -101,14 +102,21 @@ def scan(
 def _checkpoints(cache: Path) -> Iterator[tuple[str, Path]]:
     """Yield the folder of each revision in the cache, OWNER/NAME[@REVISION] without `main`, and
     each GGUF file in it."""
-    try:
-        repositories = scan_cache_dir(cache).repos
-    except CacheNotFound:
-        return
-    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
-        for revision in repository.revisions if repository.repo_type == "model" else ():
-            for ref in revision.refs:
-                at = "" if ref == "main" else f"@{ref}"
-                yield repository.repo_id + at, revision.snapshot_path
-                for file in sorted(revision.snapshot_path.glob(f"*{GGUF}")):
-                    yield f"{repository.repo_id}/{file.name}{at}", file
+    for repository in _entries(cache):
+        kind, _, id = repository.name.partition("--")
+        for ref in _entries(repository / "refs") if kind == "models" else ():
+            name, at = id.replace("--", "/"), "" if ref.name == "main" else f"@{ref.name}"
+            with suppress(OSError, ValueError):
+                if ref.is_file() and ref.stat().st_size == COMMIT_CHARS:
+                    folder = repository / "snapshots" / ref.read_text()
+                    yield name + at, folder
+                    for file in _entries(folder):
+                        if file.name.endswith(GGUF):
+                            yield f"{name}/{file.name}{at}", file
+
+
+def _entries(folder: Path) -> Sequence[Path]:
+    """Return the entries of a folder, in order; none if it cannot be read."""
+    with suppress(OSError):
+        return sorted(islice(folder.iterdir(), MAX_ENTRIES))
+    return ()
