@@ -7,16 +7,16 @@ program). Of an animation the first frame is used. No torch.
 """
 
 import re
-import struct
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 from PIL.ImageFile import ImageFile
 
 from batching.errors import InvalidInput
+from worker.media import exif
 from worker.media.bounded_file import BoundedFile, TooComplex
 
 # Pillow warns of each tag of a TIFF that it skips.
@@ -42,7 +42,7 @@ CPU_S = 1.0  # for small images
 JPEG_BLOCK = 8192  # bytes of a JPEG that are decoded without a check of the limits
 MAX_SEGMENT_BYTES = 1 << 16  # of a JPEG
 JPEG_SCAN = b"\xff\xda"
-# The segments of a JPEG that Pillow parses as EXIF and MPO.
+# The segments of a JPEG that Pillow parses as EXIF and MPO: older versions copy each value of them.
 JPEG_VALUES = re.compile(rb"(\xff[\xe1\xe2]..)(?:Exif\0\0|MPF\0)", re.DOTALL)
 # Raised by Pillow's decoders for a broken file.
 DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
@@ -52,9 +52,6 @@ MAX_TILE = 1 << 24  # pixels: a whole tile is decoded, also for a small image
 MAX_METADATA_BYTES = 1 << 18  # of an AVIF file; an image of a phone has some kilobytes
 MAX_BOXES = 100  # of an AVIF file, at the top level
 AVIF_METADATA = (b"meta", b"moov")
-EXIF_HEADER = b"Exif\0\0"
-EXIF_NUMBERS = {1: "B", 3: "H", 4: "I"}  # by EXIF's type
-EXIF_ENTRY_BYTES = 12
 
 
 def open_image(
@@ -68,7 +65,7 @@ def open_image(
     try:
         if data.startswith(b"\xff\xd8\xff"):
             scans = data.count(JPEG_SCAN)
-            orientation = exif_orientation(data.partition(EXIF_HEADER)[2][:MAX_SEGMENT_BYTES])
+            orientation = exif.orientation(data.partition(exif.HEADER)[2][:MAX_SEGMENT_BYTES])
             data = JPEG_VALUES.sub(lambda match: match[1] + bytes(len(match[0]) - 4), data)
         elif data[4:8] == b"ftyp":
             data = reduce_avif(data)
@@ -83,7 +80,7 @@ def open_image(
     except DECODING_ERRORS:
         raise _unreadable(param) from None
     if orientation:
-        image.info["exif"] = exif_of_orientation(orientation)
+        image.info["exif"] = exif.with_orientation(orientation)
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
     width, height = image.size
@@ -143,35 +140,8 @@ def keep_orientation(image: Image.Image) -> None:
     if as_text := image.info.pop("Raw profile type exif", None):  # in a PNG
         with suppress(ValueError):
             content = content or bytes.fromhex("".join(as_text.split("\n")[3:]))
-    if value := exif_orientation(content):
-        image.info["exif"] = exif_of_orientation(value)
-
-
-def exif_orientation(exif: bytes) -> int:
-    """Return an EXIF orientation, 1 to 8; 0 if there is none. Nothing else is read: older versions
-    of Pillow copy every value, and several may share the same bytes."""
-    tiff = exif.removeprefix(EXIF_HEADER)
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None:
-        return 0
-    try:
-        (start,) = struct.unpack_from(f"{order}I", tiff, 4)
-        (count,) = struct.unpack_from(f"{order}H", tiff, start)
-        for at in range(start + 2, start + 2 + count * EXIF_ENTRY_BYTES, EXIF_ENTRY_BYTES):
-            tag, kind = struct.unpack_from(f"{order}HH", tiff, at)
-            if tag == ExifTags.Base.Orientation and kind in EXIF_NUMBERS:
-                (value,) = struct.unpack_from(order + EXIF_NUMBERS[kind], tiff, at + 8)
-                return value if 1 <= value <= 8 else 0
-    except struct.error:  # it is broken
-        pass
-    return 0
-
-
-def exif_of_orientation(value: int) -> bytes:
-    """Return EXIF that has an orientation only."""
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = value
-    return exif.tobytes()
+    if value := exif.orientation(content):
+        image.info["exif"] = exif.with_orientation(value)
 
 
 def upright_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
