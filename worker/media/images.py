@@ -2,11 +2,10 @@
 
 Sizes are checked in the header, before decoding, against files that unpack into gigabytes; no
 decoder returns more than its header states. The work of parsing and decoding is limited
-(bounded_file.py). Only formats that are decoded in this process are read (PostScript would start a
-program). Of an animation the first frame is used. No torch.
+(bounded_file.py, jpeg.py). Only formats that are decoded in this process are read
+(PostScript would start a program). Of an animation the first frame is used. No torch.
 """
 
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from PIL.ImageFile import ImageFile
 from batching.errors import InvalidInput
 from worker.media import exif
 from worker.media.bounded_file import BoundedFile, TooComplex
+from worker.media.jpeg import reduce_jpeg
 
 # Pillow warns of each tag of a TIFF that it skips.
 warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
@@ -40,10 +40,7 @@ MAX_PASSES = 20
 MIN_SPEED = 10_000_000  # pixels decoded per second of CPU time; 60 million are usual
 CPU_S = 1.0  # for small images
 JPEG_BLOCK = 8192  # bytes of a JPEG that are decoded without a check of the limits
-MAX_SEGMENT_BYTES = 1 << 16  # of a JPEG
-JPEG_SCAN = b"\xff\xda"
-# The segments of a JPEG that Pillow parses as EXIF and MPO: older versions copy each value of them.
-JPEG_VALUES = re.compile(rb"(\xff[\xe1\xe2]..)(?:Exif\0\0|MPF\0)", re.DOTALL)
+MAX_RLE_PIXELS = 4_000_000  # of a run-length encoded BMP, which Pillow decodes in Python
 # Raised by Pillow's decoders for a broken file.
 DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
 TIFF_TILE = 322, 323  # the tags of a tile's width and length
@@ -61,26 +58,22 @@ def open_image(
 
     Raises InvalidInput, which names `param`, for a file that cannot be read, is too complex or has
     more than `max_pixels`, and ClientGone once not `is_wanted()`, also while it is decoded."""
-    scans, strips, orientation = 0, 1, 0
+    scans, strips = 0, 1
     try:
         if data.startswith(b"\xff\xd8\xff"):
-            scans = data.count(JPEG_SCAN)
-            orientation = exif.orientation(data.partition(exif.HEADER)[2][:MAX_SEGMENT_BYTES])
-            data = JPEG_VALUES.sub(lambda match: match[1] + bytes(len(match[0]) - 4), data)
+            data, scans = reduce_jpeg(data)
         elif data[4:8] == b"ftyp":
             data = reduce_avif(data)
         image = Image.open(BoundedFile(data, is_wanted), formats=FORMATS)
         tags: Any = getattr(image, "tag_v2", {})
         tile = int(tags.get(TIFF_TILE[0], 0)) * int(tags.get(TIFF_TILE[1], 0))
         if "jpeg" in str(image.info.get("compression")):
-            scans = data.count(JPEG_SCAN)
+            scans = data.count(b"\xff\xda")
             strips = max(len(tags.get(tag, ())) for tag in TIFF_OFFSETS)
     except TooComplex as error:
         raise _too_complex(error, param) from None
     except DECODING_ERRORS:
         raise _unreadable(param) from None
-    if orientation:
-        image.info["exif"] = exif.with_orientation(orientation)
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
     width, height = image.size
@@ -93,6 +86,12 @@ def open_image(
     if scans * width * height > MAX_PASSES * max_pixels * strips:
         raise InvalidInput(
             f"the image has {scans} scans, too many for its size: save it with fewer", param
+        )
+    if image.tile and image.tile[0][0] == "bmp_rle" and width * height > MAX_RLE_PIXELS:
+        raise InvalidInput(
+            f"the image has {width} x {height} pixels; at most {MAX_RLE_PIXELS} are accepted in a "
+            "run-length encoded BMP",
+            param,
         )
     return image
 
