@@ -2,11 +2,11 @@
 
     Vocabulary (one per tokenizer) → stream (one per sequence): push(id) → text, flush() → text
 
-output.py pushes each sampled token and passes the text on to the parser. A stream decodes a short
-window of tokens, and returns only text that no later token changes. Tokens of byte-level BPE are
-joined by a table of their bytes. Nothing here encodes, or sets truncation or padding. Of a fast
-tokenizer only the vocabulary and the decoder are kept, so that other threads may encode meanwhile,
-unless its class edits the decoded text.
+output.py pushes each sampled token and passes the text on to the parser. A stream
+returns only text that no later token changes. Byte-level BPE is decoded by a table of
+bytes and an incremental UTF-8 decoder; other tokenizers decode a short window of tokens. Nothing
+here encodes, or sets truncation or padding. Of a fast tokenizer only the vocabulary and the decoder
+are kept, so that other threads may encode meanwhile, unless its class edits the decoded text.
 """
 
 import codecs
@@ -139,7 +139,9 @@ class Vocabulary:
         byte = BYTE_TOKEN.fullmatch(unit) if isinstance(unit, str) and unit != alone else None
         return text, bytes.fromhex(byte[1]) if byte else text.encode()
 
-    def stream(self, context: Sequence[int], skip_special: bool = True) -> "TextStream":
+    def stream(
+        self, context: Sequence[int], skip_special: bool = True
+    ) -> "_ByteStream | _WindowStream":
         """Return a stream for the ids that follow `context`: the prompt's last ids, or all of them.
         Some decoders write a token differently at the start of a text.
 
@@ -151,17 +153,45 @@ class Vocabulary:
         """
         units = self._visible if skip_special else self._units
         before = [*islice((units[i] for i in reversed(context) if i in units), CONTEXT)][::-1]
-        return TextStream(units, before, self._join)
+        if self._join is _join_bytes:
+            return _ByteStream(units, before)
+        return _WindowStream(units, before, self._join)
 
 
 # Why not tokenizers.decoders.DecodeStream (0.23): it raises "Invalid prefix" when byte-fallback
 # tokens turn out invalid, returns nothing and slows down with every token on endless invalid bytes
-# (330 µs a token after 2,000), has no flush, and takes no slow tokenizers.
+# (330 µs a token after 2,000), has no flush, takes no slow tokenizers, and at byte level costs 1.8
+# times as much as _ByteStream.
 
 
-class TextStream:
-    """Decodes the tokens returned last together with the pending ones, and removes the text of the
-    former. Both are few, so that a token's cost does not grow with the text."""
+class _ByteStream:
+    """Byte-level BPE: bytes through an incremental UTF-8 decoder."""
+
+    def __init__(self, units: Mapping[int, bytes], before: Iterable[bytes]) -> None:
+        self._units = units
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(before))
+        # A context that ends inside a character was shown with U+FFFD for it.
+        self._replaced = self._decoder.getstate()[0].decode("utf-8", "replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is final now: "" while a character is incomplete."""
+        return self._without_replaced(self._decoder.decode(self._units.get(token_id, b"")))
+
+    def flush(self, cut: bool = False) -> str:
+        """Return the pending text at the end: incomplete bytes become U+FFFD. They have no text
+        where the output was `cut`, as by its limit."""
+        return "" if cut else self._without_replaced(self._decoder.decode(b"", final=True))
+
+    def _without_replaced(self, text: str) -> str:
+        if self._replaced and text:
+            text, self._replaced = text.removeprefix(self._replaced), ""
+        return text
+
+
+class _WindowStream:
+    """Other decoders: decode the tokens returned last together with the pending ones, and remove
+    the text of the former. Both are few, so that a token's cost does not grow with the text."""
 
     def __init__(self, units: Mapping[int, Unit], before: list[Unit], join: Join) -> None:
         self._units = units
@@ -193,13 +223,11 @@ class TextStream:
     def _drop_incomplete(self) -> None:
         """Drop the tokens of an incomplete character. The bytes of ids are not known: there a
         generated U+FFFD at the end counts as incomplete, too."""
-        if self._join is _join_bytes:
-            whole = b"".join(self._pending)
-            self._pending = [whole[: len(whole) - _incomplete(whole)]]
-            return
-        of_byte = (isinstance(unit, str) and BYTE_TOKEN.fullmatch(unit) for unit in self._pending)
-        written = b"".join(bytes.fromhex(byte[1]) if byte else b" " for byte in of_byte)
-        del self._pending[len(self._pending) - _incomplete(written) :]
+        state = codecs.getincrementaldecoder("utf-8")("replace")
+        for unit in self._pending:
+            byte = BYTE_TOKEN.fullmatch(unit) if isinstance(unit, str) else None
+            state.decode(bytes.fromhex(byte[1]) if byte else b" ")
+        del self._pending[len(self._pending) - len(state.getstate()[0]) :]
         while self._pending and not isinstance(self._pending[-1], str):
             if not self._new_text().endswith(REPLACEMENT):
                 break
@@ -218,13 +246,6 @@ class TextStream:
         self._shown, self._pending = self._pending, []
         self._shown_text = self._join(self._shown)
         return text
-
-
-def _incomplete(data: bytes) -> int:
-    """Return how many bytes at the end of UTF-8 may become a character."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data)
-    return len(decoder.getstate()[0])
 
 
 def _is_byte_level(decoder: Any) -> bool:
