@@ -351,6 +351,7 @@ def load(path: str, **options: Any) -> Any:
         {"no_repeat_ngram_size": -1},
         {"min_new_tokens": 2.5},
         {"min_length": -1},
+        {"max_new_tokens": "many"},
         {"typical_p": 0},
         {"epsilon_cutoff": [0.1]},
         {"eta_cutoff": True},
@@ -363,6 +364,7 @@ def load(path: str, **options: Any) -> Any:
         {"temperature": "hot"},
         {"repetition_penalty": math.inf},
         {"top_k": "50"},
+        {"watermarking_config": {"bias": "large"}},
         {"eos_token_id": "</s>"},
     ],
     ids=str,
@@ -377,7 +379,7 @@ def test_a_malformed_field_stops_the_load(tmp_path: Path, fields: Fields) -> Non
 
 
 def test_a_file_without_an_object_stops_the_load(tmp_path: Path) -> None:
-    with pytest.raises(LoadingFailed, match=r"generation_config\.json' is not a valid JSON file"):
+    with pytest.raises(LoadingFailed, match=r"its generation_config\.json is not a JSON object"):
         load(folder_with(tmp_path, '{"temperature": '))
 
 

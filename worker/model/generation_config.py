@@ -14,6 +14,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import (
+    BaseWatermarkingConfig,
+    WatermarkingConfig,
+)
+from transformers.utils.hub import cached_file
 
 from batching.errors import InvalidInput
 from worker.error_classification import first_line
@@ -21,6 +26,8 @@ from worker.model.loading import LoadingFailed
 
 log = logging.getLogger("onequeue.generation_config")
 
+FILE = "generation_config.json"
+MAX_TOKEN_ID = 1 << 62  # of any vocabulary
 MAX_FLOAT = sys.float_info.max  # without infinity
 Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Positive = Annotated[float, Meta(gt=0, le=MAX_FLOAT)]
@@ -65,6 +72,7 @@ def field_types(vocab_size: int) -> dict[str, Any]:
         "remove_invalid_values": bool,
         "renormalize_logits": bool,
         "stop_strings": Text | list[Text],
+        "watermarking_config": BaseWatermarkingConfig,
         "num_beams": PositiveCount,
         "num_return_sequences": PositiveCount,
         "pad_token_id": int,
@@ -84,6 +92,18 @@ def request_types(vocab_size: int) -> dict[str, Any]:
     types["bad_words_ids"] = Annotated[list[tokens], Meta(max_length=64)]
     types["sequence_bias"] = Annotated[list[tuple[tokens, Bias]], Meta(max_length=64)]
     return types | {"stop_strings": Text | Annotated[list[Text], Meta(max_length=16)]}
+
+
+def to_watermark(kind: type, value: Any) -> Any:
+    """Convert a watermarking_config, for msgspec. Raise ValueError or TypeError."""
+    if isinstance(value, kind):  # transformers has parsed it
+        return value
+    config: Any = WatermarkingConfig(**value)  # its methods are not annotated
+    config.validate()
+    if not 0 < config.greenlist_ratio < 1:
+        raise ValueError("greenlist_ratio is not between 0 and 1")
+    msgspec.convert(config.bias, Number)
+    return config
 
 
 # Fields that `generate` obeys and a batch of requests cannot, with the values that have no effect.
@@ -125,19 +145,30 @@ def fill_sampling_defaults(config: GenerationConfig, defaults: str) -> None:
             setattr(fields, name, max(0, value))  # a top_k of -1, as vLLM takes it, is off
 
 
-def check_generation_file(path: str) -> None:
-    """Raise the error of a checkpoint's generation_config.json that cannot be read, which
-    transformers ignores where it loads a model. A checkpoint may have none."""
-    untyped: Any = GenerationConfig
+def read_generation_config(path: str) -> Mapping[str, Any]:
+    """Return the fields of a checkpoint's file, none if it has no such file. Raise LoadingFailed
+    if the file has no JSON object: transformers would ignore it."""
+    file = cached_file(
+        path,
+        FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return {}
     try:
-        untyped.from_pretrained(path)
-    except OSError as error:
-        if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
-            raise
+        with open(file, encoding="utf-8") as opened:
+            fields = json.load(opened)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise LoadingFailed(f"its {FILE} is not a JSON object")
+    return fields
 
 
-def check_generation_config(fields: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise LoadingFailed, in one sentence, at the first malformed field."""
+def check_generation_config(fields: Mapping[str, Any], vocab_size: int = MAX_TOKEN_ID) -> None:
+    """Raise LoadingFailed, in one sentence, at the first malformed field. Without `vocab_size` any
+    token id is accepted."""
     for name, why in malformed_fields(fields, field_types(vocab_size)):
         text = repr(fields[name])
         shown = text if len(text) <= 60 else f"{text[:60]}…"
@@ -151,7 +182,7 @@ def malformed_fields(
     for name, kind in types.items():
         if (value := fields.get(name)) is not None:
             try:
-                msgspec.convert(value, kind)
+                msgspec.convert(value, kind, dec_hook=to_watermark)
             except msgspec.ValidationError as error:
                 yield name, first_line(error)
 

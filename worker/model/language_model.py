@@ -49,9 +49,9 @@ from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.check import Reference
 from worker.model.generation_config import (
     check_generation_config,
-    check_generation_file,
     fill_sampling_defaults,
     log_not_served,
+    read_generation_config,
 )
 from worker.model.loading import (
     LoadingFailed,
@@ -276,7 +276,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     with load_errors(name, "chat"):
         path = checkpoint_path(name, "chat")
         if not split_file(path)[1]:
-            check_generation_file(path)
+            check_generation_config(read_generation_config(path))  # before the weights are read
         model, tokenizer, missing = load_checkpoint(
             options, path, auto_class, quantization=options.quantization
         )
