@@ -45,6 +45,7 @@ class StepTimes:
     def __init__(self) -> None:
         # over steps: of the products of 1, tokens, rows and keys with each other and with seconds
         self._sums = [[0.0] * 5 for _ in range(4)]
+        self._tokens_s = 0.0  # of steps with tokens
         self.constant_s = self.row_s = 0.0
         self._mean_token_s = self._last_token_s = 0.0  # the second: of the last step with prompts
 
@@ -58,6 +59,7 @@ class StepTimes:
             [DECAY * old + value * other for old, other in zip(sums, step, strict=True)]
             for sums, value in zip(self._sums, step, strict=False)
         ]
+        self._tokens_s = DECAY * self._tokens_s + (seconds if tokens else 0.0)
         self._fit()
         if tokens >= MIN_PREFILL_TOKENS:
             self._last_token_s = (seconds - self.constant_s - rows * self.row_s) / tokens
@@ -89,8 +91,8 @@ class StepTimes:
         return max(1, sum(fits))
 
     def _fit(self) -> None:
-        """Solve for the times. Where noise makes one negative, it is zero, and tokens take all of a
-        step."""
+        """Solve for the times. Where noise makes one negative, it is zero, and tokens take all of
+        the steps that have some."""
         steps, tokens, rows, _, seconds = self._sums[0]
         system = [sums.copy() for sums in self._sums]
         for n in range(4):
@@ -100,7 +102,7 @@ class StepTimes:
         system[2][4] += row_weight * seconds / (steps / ROW_SHARE + rows)
         token_s = 0.0
         if tokens:
-            token_s, token_weight = seconds / tokens, TOKEN_WEIGHT * (tokens / steps) ** 2
+            token_s, token_weight = self._tokens_s / tokens, TOKEN_WEIGHT * (tokens / steps) ** 2
             system[1][1] += token_weight
             system[1][4] += token_weight * token_s
         assumed = (0.0, token_s, 0.0, 0.0)

@@ -381,7 +381,7 @@ def split_entry(entry: str) -> tuple[str, str, str]:
     """Return the name that an entry gives, or "", its path and its options."""
     model, _, options = entry.partition(";")
     name, _, path = model.partition("=")
-    if not (path and SERVED_NAME.fullmatch(name)):
+    if not (path and SERVED_NAME.fullmatch(name)) or is_local(model):
         name, path = "", model
     if not is_local(path):
         if link := HUB_LINK.fullmatch(path):

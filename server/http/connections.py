@@ -40,7 +40,7 @@ STALLED_S = 60.0
 MAX_PARSE_S = 0.001  # after a read that took longer to parse, as chunks of a few bytes do,
 REST_FACTOR = 40  # nothing is read from the connection for this many times as long
 # What arrives of a refused body is dropped for this long: else the client may miss the response.
-LINGER_S = 5.0
+LINGER_S = 10.0
 DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
 # The part of the open files that connections may take; bodies, responses and models need others.

@@ -284,3 +284,14 @@ def test_a_slower_machine_gets_fewer_rows(tokens: int) -> None:
     token_s = 4 * MAX_TURN_S / 1000
     times = learned((1000, MAX_TURN_S), *[(tokens, tokens * token_s)] * 30)
     assert fitting(times, [125] * 8) in (1, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_steps_without_prompts_do_not_make_tokens_dear(rows: int) -> None:
+    """A step with a short prompt takes as long as one without: the fit says nothing of tokens."""
+    times = StepTimes()
+    for _ in range(3):
+        times.learn(20, 0, 0.0095)
+        for _ in range(800):
+            times.learn(0, rows, 0.01)
+            assert times.token_s <= 0.01 / 20 * 1.01

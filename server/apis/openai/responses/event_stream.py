@@ -25,7 +25,9 @@ class GeneratingJob(Protocol):
     """The job of this process that adds the events. Sets those of `readers` for each."""
 
     readers: set[asyncio.Event]
-    last_event: bytes
+
+    @property
+    def last_event(self) -> bytes: ...
 
 
 class StoredEvents(Response):
