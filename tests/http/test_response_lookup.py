@@ -458,6 +458,30 @@ def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
 
 
+def test_a_stream_ends_where_the_disk_fails_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, generator = ResponseStore(str(tmp_path / "responses.db")), FakeGenerator()
+    monkeypatch.setattr(routes, "open_store", lambda settings: store)
+    generator.gate.clear()
+    with serving(load_chat=lambda: generator) as server:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        stream = sdk.responses.create(model="demo", input="say a", background=True, stream=True)
+        created: Any = next(stream)
+        store._database.execute("PRAGMA query_only = ON")
+        generator.gate.set()
+        *_, last = stream
+        assert last.type == "response.completed"
+        assert last.response.output_text == "a"
+        id = created.response.id
+        assert get_response(server, id).json()["status"] == "completed"
+        store._database.execute("PRAGMA query_only = OFF")
+        assert delete(server, id).json()["deleted"] is True
+        assert get_response(server, id).status_code == 404
+        store.remove_expired()
+        assert store._database.execute("SELECT count(*) FROM generating").fetchone() == (0,)
+
+
 def test_unstored_background_responses_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

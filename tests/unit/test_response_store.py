@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from batching.errors import InvalidInput
+from server.apis.openai.responses import store as responses_store
 from server.apis.openai.responses.store import (
     EVENTS_S,
     Count,
@@ -401,6 +402,9 @@ def test_events_are_kept_for_a_time_and_count_while_they_are(
     for number in range(3):
         store.add_event("a", number, b"event %d" % number)
     assert store.events(MINE, "a", 0) == ([b"event 1", b"event 2"], True)
+    with monkeypatch.context() as patch:
+        patch.setattr(responses_store, "MAX_READ_BYTES", 3)
+        assert store.events(MINE, "a", 0) == ([b"event 1"], True)
     with pytest.raises(NotStored):
         store.events(OTHER, "a", 0)
     done = running("a").response | {"status": "completed"}
@@ -412,9 +416,12 @@ def test_events_are_kept_for_a_time_and_count_while_they_are(
     _, size = store.totals
     store.remove_expired()
     assert store.totals == (1, size)
+    store.put(OWNER, running("b"), is_generating=True)
+    store.add_event("b", 0, b"event")
     later = time.time() + EVENTS_S + 2
     monkeypatch.setattr(time, "time", lambda: later)
     store.remove_expired()
+    assert store.events(MINE, "b", -1) == ([b"event"], True)  # until an hour after its end
     assert store.totals == (1, size - len(last) - 3 * len(b"event 0"))
     with pytest.raises(InvalidInput, match="within an hour"):
         store.events(MINE, "a", 2)

@@ -96,6 +96,7 @@ class BackgroundJob(StoredJob):
         self.builder, self.transfer = builder, transfer
         self.stored = asyncio.Event()  # in the store, from its beginning
         self.readers: set[asyncio.Event] = set()  # each is set when an event is added
+        self.ended = False
         self._keeps_events = builder.streams
         self._count = self._event_bytes = 0  # of kept events
 
@@ -129,6 +130,7 @@ class BackgroundJob(StoredJob):
             await store()
         finally:
             self.stored.set()
+            self.ended = True
             self._wake_readers()
             self.endpoint.background_memory.release(self.transfer)
 

@@ -25,6 +25,7 @@ class GeneratingJob(Protocol):
     """The job of this process that adds the events. Sets those of `readers` for each."""
 
     readers: set[asyncio.Event]
+    ended: bool
 
     @property
     def last_event(self) -> bytes: ...
@@ -68,10 +69,12 @@ class StoredEvents(Response):
             read = self.store.events, self.namespace, self.id, self.after
             try:
                 events, is_generating = await in_store(*read)
-            except NotStored:
-                if self.job:
-                    yield self.job.last_event
-                return
+            except NotStored:  # deleted, or the disk has failed
+                if not self.job or self.job.ended:
+                    if self.job:
+                        yield self.job.last_event
+                    return
+                events, is_generating = [], True
             app.memory.hold(scope["transfer"], sum(map(len, events)))
             for event in events:
                 yield event
