@@ -91,6 +91,8 @@ def parse_value(body: bytes, name: str = "the body") -> Any:
     except orjson.JSONDecodeError as error:
         if not body:
             raise InvalidInput(f"{name} is empty: it must be JSON") from None
+        if (param := _lone_surrogate(body)) is not None:
+            raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
         raise InvalidJson(f"{name} is not valid JSON: {error}") from None
 
 
@@ -133,3 +135,29 @@ def _without_escapes(body: bytes) -> Iterator[bytes]:
         if b"\\" in chunk:
             chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         yield chunk
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """Return the path of a string with a lone surrogate, which JSON's grammar allows and orjson
+    refuses. Long bodies are not searched."""
+    if b"\\u" not in body or len(body) > MAX_VALUES:
+        return None
+    try:
+        path = next(_surrogate_paths(json.loads(body)), None)
+    except (ValueError, RecursionError):
+        return None
+    return path and path.removeprefix(".")
+
+
+def _surrogate_paths(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        if SURROGATE.search(node):
+            yield ""
+    elif isinstance(node, dict):
+        if any(map(SURROGATE.search, node)):
+            yield ""
+        for key, value in node.items():
+            yield from (f".{key[:100]}{path}" for path in _surrogate_paths(value))
+    elif isinstance(node, list):
+        for n, value in enumerate(node):
+            yield from (f"[{n}]{path}" for path in _surrogate_paths(value))

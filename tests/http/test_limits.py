@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching.errors import DeadlineExceeded
+from batching.errors import DeadlineExceeded, InvalidInput
 from server.app import create_app
 from server.core.settings import Settings
 from server.http import json
@@ -24,6 +24,7 @@ from server.http.json import (
     MAX_VALUES,
     has_values,
     parse_body,
+    parse_json,
 )
 from server.http.request import MAX_BODIES, read_body
 from server.http.transfers import Transfer
@@ -143,6 +144,20 @@ def test_deeply_nested_json_is_refused(server: Server, path: str, opening: bytes
         response = httpx.post(server.url + path, content=body, headers=JSON)
         assert response.status_code == 400
         assert error_of(response)["param"] is None
+
+
+def test_a_lone_surrogate_is_located_without_building_every_path() -> None:
+    key = b"k" * 800_000
+    body = b'{"%b": {"a": [%b], "x": "\\ud800"}}' % (key, b",".join([b"1"] * 2000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="surrogate") as caught:
+            parse_json(body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.param == "k" * 100 + ".x"
+    assert peak < 20_000_000
 
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
