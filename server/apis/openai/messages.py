@@ -121,6 +121,8 @@ class Message(Struct):
             content, images, thoughts = self._parts(self.content, path)
         elif isinstance(self.content, str):
             content = self.content
+        elif self.role == "assistant" and self.content is None:
+            content = None if self.tool_calls else ""  # as vLLM has it beside reasoning alone
         elif not (self.role == "assistant" and self.tool_calls):
             reason = "is required" if self.content is None else "must not be empty"
             raise InvalidInput.at(f"{path}.content", reason)

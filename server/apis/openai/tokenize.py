@@ -151,11 +151,18 @@ DECODE = Operation("POST /decode", "The texts of lists of token ids", {JSON: TEX
 
 
 def tokenizer_routes(
-    settings: Settings, worker_client: WorkerClient, models: ModelGroup
+    settings: Settings, worker_client: WorkerClient, models: ModelGroup, embedders_first: ModelGroup
 ) -> list[OperationRoute]:
-    shared = settings, worker_client, models
-    kinds = (TOKENIZE, TokenizeRequest), (DETOKENIZE, DetokenizeRequest), (DECODE, DecodeRequest)
-    return [OperationRoute(each, TokenizerEndpoint(*shared, kind)) for each, kind in kinds]
+    """Return the routes. `embedders_first`: the models in the order for /decode."""
+    kinds = (
+        (TOKENIZE, TokenizeRequest, models),
+        (DETOKENIZE, DetokenizeRequest, models),
+        (DECODE, DecodeRequest, embedders_first),
+    )
+    return [
+        OperationRoute(operation, TokenizerEndpoint(settings, worker_client, group, kind))
+        for operation, kind, group in kinds
+    ]
 
 
 def prompt_routes(completions: ChatCompletions) -> list[OperationRoute]:
