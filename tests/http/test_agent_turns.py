@@ -31,7 +31,8 @@ class Chats:
     """A conversation in the form of chat completions. `messages`: what the client sends."""
 
     path = "/v1/chat/completions"
-    header = 0  # tokens at the end of a prompt that the next one does not have there
+    # <think>\n\n</think>\n\n, since thinking is off: the next prompt does not have it there
+    header = 14
 
     def __init__(self) -> None:
         self.messages: list[Document] = [{"role": "user", "content": "Count the files."}]
@@ -44,6 +45,7 @@ class Chats:
             "tools": [{"type": "function", "function": function}],
             "tool_choice": "required",
             "parallel_tool_calls": False,
+            "reasoning_effort": "none",
         }
 
     def add(self, response: Document, result: str) -> None:
@@ -60,7 +62,6 @@ class Chats:
 
 class Messages(Chats):
     path = "/v1/messages"
-    header = 14  # <think>\n\n</think>\n\n, since thinking is off
 
     def body(self) -> Document:
         choice = {"type": "any", "disable_parallel_tool_use": True}
@@ -86,6 +87,7 @@ class Responses(Chats):
     def body(self) -> Document:
         tool = {"type": "function", "name": "look", "parameters": PARAMETERS, "strict": True}
         fields: Document = {"input": self.messages, "max_output_tokens": 40, "tools": [tool]}
+        fields["reasoning"] = {"effort": "none"}
         return {**fields, "tool_choice": "required", "parallel_tool_calls": False, "store": False}
 
     def add(self, response: Document, result: str) -> None:

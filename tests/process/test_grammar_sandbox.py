@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests import tiny_chat
 from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
-from tests.tiny_chat import asking, engine
+from tests.tiny_chat import engine
 from worker.engines.generation.engine import RUNS_AHEAD
 from worker.grammar import bitmask, compiler, sandbox
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
@@ -34,6 +35,8 @@ from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.sandbox import GrammarSandbox, SandboxResult
 from worker.messages.generation import Constraint, Sampling
 from worker.messages.protocol import Pending
+
+asking = partial(tiny_chat.asking, effort="none")
 
 TOKENIZER = tiny_chat.tokenizer()
 WIDTH = len(TOKENIZER)

@@ -31,7 +31,6 @@ from server.apis.openai.response_format import (
 from server.core.worker_client import IncomingRequest
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_body, parse_json
-from server.http.request import read_json_request
 from worker.messages.generation import (
     WHITE,
     Chat,
@@ -427,6 +426,8 @@ def decode(
 async def read_struct(request: Request, kind: type[T]) -> tuple[T, IncomingRequest]:
     """Return the struct of a JSON body, and the request. Raises InvalidInput and the errors of
     `read_json_request`."""
+    from server.http.request import read_json_request  # preflight.py imports no app
+
     body, incoming = await read_json_request(request.scope, request.receive)
     document = await parse_body(parse_json, body, incoming.deadlines.first)
     return convert_body(document, kind, request.scope), incoming
