@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,11 +19,24 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
 )
 
 from batching.errors import OnequeueError
 from worker.backends.gptq import PackedQuantizer
+from worker.error_classification import first_line
 
+BITSANDBYTES = ("accelerate", "bitsandbytes")
+# Packages that transformers needs for a method; it names those of other methods itself.
+PACKAGES = {
+    "awq": ("accelerate", "gptqmodel"),
+    "bitsandbytes": BITSANDBYTES,
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("accelerate",),
+    "gguf": ("accelerate", "gguf"),
+    "gptq": ("gptqmodel", "optimum"),
+}
 OTHER_CHECKPOINT = "use a checkpoint that is not quantized"
 PACKED_BITS = 4  # of a weight whose configuration names no number
 
@@ -33,7 +47,7 @@ class CannotQuantize(OnequeueError):
 
 def quantization_of(config: Any) -> dict[str, Any]:
     """Return the quantization_config of a checkpoint's configuration; empty if it has none. Raise
-    CannotQuantize if it names no method, or one that transformers would ignore."""
+    CannotQuantize if it names no method."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
@@ -43,12 +57,6 @@ def quantization_of(config: Any) -> dict[str, Any]:
     if not section.keys() & {"quant_method", "load_in_8bit", "load_in_4bit"}:
         raise CannotQuantize(
             f"the quantization_config in its config.json has no quant_method: {OTHER_CHECKPOINT}"
-        )
-    method = method_of(section)
-    if method not in {name.partition("_4bit")[0] for name in AUTO_QUANTIZATION_CONFIG_MAPPING}:
-        raise CannotQuantize(
-            f"its weights are quantized with {method}, which this transformers does not know: "
-            f"update it, or {OTHER_CHECKPOINT}"
         )
     return dict(section)
 
@@ -94,15 +102,17 @@ def quantization_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a quantized model, none for others.
 
-    `quantization`: the setting. Raise CannotQuantize for weights that are quantized already.
+    `quantization`: the setting. Raise CannotQuantize for what this environment does not have.
     """
     section, asked = quantization_of(config), f"QUANTIZATION={quantization}"
     on_device = {"device_map": {"": device}}
     if section:
+        method = method_of(section)
+        check_method(section, device)
         if quantization.startswith("bnb-") or not (
             quantization == "none" or is_dequantized(section, device)
         ):
-            already = f"its weights are quantized with {method_of(section)} already"
+            already = f"its weights are quantized with {method} already"
             raise CannotQuantize(f"{already}: load them without {asked}")
         if is_dequantized(section, device):
             config = copy.deepcopy(config)
@@ -110,6 +120,7 @@ def quantization_arguments(
             return {"config": config}
         return on_device if device.type != "cpu" else {}
     if quantization.startswith("bnb-"):
+        check_packages(asked, BITSANDBYTES, "pip install 'onequeue[bnb]'")
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.float32
         bits = {
@@ -136,6 +147,53 @@ def gguf_arguments(quantization: str, device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def check_quantization(config: Any, device: torch.device) -> None:
+    """Raise CannotQuantize unless transformers reads the weights of a checkpoint here."""
+    if section := quantization_of(config):
+        check_method(section, device)
+
+
+def check_method(section: dict[str, Any], device: torch.device) -> None:
+    """Raise CannotQuantize unless transformers reads weights of this method here."""
+    method = method_of(section)
+    subject = f"its weights are quantized with {method}"
+    if method not in {name.partition("_4bit")[0] for name in AUTO_QUANTIZATION_CONFIG_MAPPING}:
+        raise CannotQuantize(
+            f"{subject}, which this transformers does not know: update it, or {OTHER_CHECKPOINT}"
+        )
+    if not is_read_here(method):
+        check_packages(subject, PACKAGES.get(method, ()))
+    accepts = is_dequantized(section, device) and not is_read_here(method)
+    dequantize = {"dequantize": True} if accepts else {}
+    configs: Any = AutoQuantizationConfig  # not annotated
+    quantizers: Any = AutoHfQuantizer  # not annotated
+    try:
+        try:
+            config = configs.from_dict({**section, **dequantize})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CannotQuantize(
+                f"the quantization_config in its config.json is invalid for {method}: "
+                + first_line(error).rstrip(".")
+            ) from error
+        quantizer = quantizers.from_config(config, pre_quantized=True)
+        quantizer.validate_environment(device_map={"": device.type})
+    except CannotQuantize:
+        raise
+    except Exception as error:  # each method raises its own errors
+        why = first_line(error).rstrip(".")
+        raise CannotQuantize(
+            f"{subject}, which is not available on {device.type} here: {why}"
+        ) from error
+
+
+def check_packages(subject: str, packages: tuple[str, ...], install: str = "") -> None:
+    """Raise CannotQuantize, with what to install, if a package is missing."""
+    missing = [name for name in packages if find_spec(name.replace("-", "_")) is None]
+    if missing:
+        install = install or f"pip install {' '.join(missing)}, or {OTHER_CHECKPOINT}"
+        raise CannotQuantize(f"{subject}, which needs {' and '.join(missing)}: {install}")
 
 
 # ── layers of other libraries ──

@@ -30,6 +30,8 @@ from transformers.utils.import_utils import is_accelerate_available
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
 from worker.backends.gptq import drop_int4_grids
 from worker.backends.quantization import (
+    PACKAGES,
+    check_packages,
     gguf_arguments,
     memory_factor,
     quantization_arguments,
@@ -249,6 +251,7 @@ def checkpoint_path(model: str, demo: str) -> str:
             path = hf_hub_download(id, file, revision=revision)
         if problem := file_problem(Path(path)):
             raise LoadingFailed(f"{file} {problem}")
+        check_packages("GGUF is read by transformers", PACKAGES["gguf"])
         _check_counts(str(Path(path).parent), len(gguf_header(path).tensors), Path(path).name)
         return path
     id, revision = split_revision(path)
@@ -306,14 +309,19 @@ def gguf_dtype(name: str, file: str, device: torch.device) -> torch.dtype:
 
 
 def gguf_header(file: str) -> Any:
-    """Return transformers' description of a GGUF file. Raise LoadingFailed if it cannot be read."""
+    """Return transformers' description of a GGUF file. Raise LoadingFailed if it is damaged."""
     from transformers.integrations.gguf.reader import GgufHeader
 
     name = Path(file).name
+    damaged = f"{name} is damaged: download it again"
     try:
         header = GgufHeader.from_file(file)
-    except Exception as error:  # the reader raises many kinds for invalid bytes
+    except ValueError as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise LoadingFailed(damaged) from error
         raise LoadingFailed(f"{name} cannot be read: {first_line(error)}") from error
+    except Exception as error:  # the reader raises many kinds for invalid bytes
+        raise LoadingFailed(damaged) from error
     end = max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
     size, expected = Path(file).stat().st_size, header.data_start + end
     if size < expected:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, p
 from worker.backends.cpu.linear import pack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype
 from worker.backends.gptq import drop_int4_grids
-from worker.backends.quantization import quantization_of
+from worker.backends.quantization import check_quantization
 from worker.device.device import choose_device, free_bytes
 from worker.device.self_check import (
     TOLERANCE,
@@ -83,7 +83,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         path = checkpoint_path(options.model, "fill-mask")
         device = choose_device(options.device)
         check_fits(path, options.dtype, device)
-        quantization_of(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        check_quantization(AutoConfig.from_pretrained(path, trust_remote_code=False), device)
         pipe = make(
             task,
             model=path,
