@@ -70,12 +70,16 @@ def method_of(section: dict[str, Any]) -> str:
 
 def is_dequantized(section: dict[str, Any], device: torch.device) -> bool:
     """Return whether weights with this quantization_config are dequantized while they are read."""
-    method = method_of(section)
-    if AUTO_QUANTIZER_MAPPING.get(method) is PackedQuantizer:  # gptq.py reads it on any device
+    if is_read_here(method_of(section)):
         return True
-    known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method_of(section))
     accepts = known is not None and "dequantize" in inspect.signature(known).parameters
     return device.type == "cpu" and accepts
+
+
+def is_read_here(method: str) -> bool:
+    """Return whether gptq.py reads weights of this method, on any device."""
+    return AUTO_QUANTIZER_MAPPING.get(method) is PackedQuantizer
 
 
 def memory_factor(section: dict[str, Any], device: torch.device, itemsize: int) -> float:
