@@ -202,6 +202,8 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
                 [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
                 [{"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]}],
                 [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+                [{"role": "assistant", "tool_calls": []}],
+                [{"role": "assistant", "content": None}],
             ],
             [
                 [],
@@ -209,7 +211,6 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
                 [{"role": "nobody", "content": "hi"}],
                 [{"role": "user", "content": []}],
                 [{"role": "user", "content": None, "tool_calls": [CALL]}],
-                [{"role": "assistant", "tool_calls": []}],
                 [{"role": "assistant", "tool_calls": [{}]}],
                 [{"role": "user", "content": [{"type": "text"}]}],
                 [{"role": "user", "content": [{"type": "text", "refusal": "a"}]}],

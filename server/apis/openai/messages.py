@@ -41,6 +41,7 @@ CALL_FIELDS = any_of(
 MESSAGE_FIELDS = any_of(
     ({"content": {"type": ["string", "array"], "minItems": 1}}, ["content"]),
     (CALLING, ["tool_calls"]),
+    ({"role": {"const": "assistant"}, "content": {"type": "null"}}, []),
 )
 
 

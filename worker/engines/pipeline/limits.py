@@ -19,7 +19,7 @@ UNLIMITED = 1 << 24  # tokenizers without a limit report 10^30
 # Longer tokens are rare: a text with more characters per token of context is refused unread.
 MAX_CHARS_PER_TOKEN = 256
 MAX_TEXT_CHARS = 1 << 19  # a tokenizer needs 300 bytes of memory per character
-TRUNCATION_HINT = '; "parameters": {"truncation": true}, of /predict "truncate": true, truncates it'
+TRUNCATION_HINT = '; "parameters": {"truncation": true} truncates it'
 MAX_CHUNKS = 1024  # rows of one input
 MAX_UNCHUNKED_S = 300.0  # audio in one row: the cost grows with the square
 MAX_PADDED_RATIO = 4  # times that audio is processed where each chunk is padded with silence
