@@ -11,7 +11,6 @@ import re
 import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -41,17 +40,29 @@ to_json = msgspec.json.Encoder().encode  # of structs, dicts and lists
 class InvalidJson(InvalidInput): ...
 
 
-async def parse_body(
-    parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
-) -> T:
-    """Parse a body, a large one in a thread. Bodies of many values are parsed one at a time, since
-    each holds the interpreter lock for long; others do not wait for them. `blocks`: parsing takes
-    long even for a small body."""
-    if len(body) <= INLINE_BYTES and not blocks:
-        return parse(body)
-    count = partial(has_values, number=HEAVY_VALUES)
-    is_heavy = len(body) > INLINE_BYTES and await in_thread(count, body, deadline, None)
-    return await in_thread(parse, body, deadline, heavy_limiter() if is_heavy else None)
+class JsonBodyParser:
+    """Parse an endpoint's bodies: large ones one at a time, in a thread. Many large bodies at once
+    then take no more memory than one, and other endpoints are not slowed down by them.
+
+    Bodies of many values are parsed one at a time in the process, since each holds the interpreter
+    lock for long; bodies of fewer values do not wait for them."""
+
+    def __init__(self) -> None:
+        self._limiter = anyio.CapacityLimiter(1)
+
+    async def run(
+        self, parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
+    ) -> T:
+        """`blocks`: parsing takes long even for a small body."""
+        if len(body) <= INLINE_BYTES:
+            return await in_thread(parse, body, deadline, None) if blocks else parse(body)
+
+        def parse_unless_heavy(body: bytes) -> tuple[T] | None:
+            return None if has_values(body, HEAVY_VALUES) else (parse(body),)
+
+        if result := await in_thread(parse_unless_heavy, body, deadline, self._limiter):
+            return result[0]
+        return await in_thread(parse, body, deadline, heavy_limiter())
 
 
 def heavy_limiter() -> anyio.CapacityLimiter:

@@ -25,7 +25,7 @@ from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, IncomingRequest, Submission
 from server.http.access import check_tokens
 from server.http.errors import HttpError
-from server.http.json import Document, InvalidJson, parse_body, parse_value, to_json
+from server.http.json import Document, InvalidJson, JsonBodyParser, parse_value, to_json
 from server.http.lines import Line, LineSplitter
 from server.http.request import (
     CLOSE,
@@ -65,6 +65,7 @@ P = TypeVar("P")
 
 
 class LineEndpoint(Protocol[P]):
+    body_parser: JsonBodyParser
     parse_blocks: ClassVar[bool]  # parsing takes long even for a short line
 
     @property
@@ -245,7 +246,7 @@ class LineStream(Generic[P]):
         deadline = time.monotonic() + self.limit_s
         blocks = self.endpoint.parse_blocks
         parse = partial(self._parse_content, pending=pending)
-        return await parse_body(parse, line.content, deadline, blocks)
+        return await self.endpoint.body_parser.run(parse, line.content, deadline, blocks)
 
     def _parse_content(self, content: bytes, pending: PendingLine) -> P:
         try:

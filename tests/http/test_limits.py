@@ -21,9 +21,10 @@ from server.core.settings import Settings
 from server.http import json
 from server.http.json import (
     HEAVY_VALUES,
+    INLINE_BYTES,
     MAX_VALUES,
+    JsonBodyParser,
     has_values,
-    parse_body,
     parse_json,
 )
 from server.http.request import MAX_BODIES, read_body
@@ -160,11 +161,41 @@ def test_a_lone_surrogate_is_located_without_building_every_path() -> None:
     assert peak < 20_000_000
 
 
+def test_large_bodies_of_an_endpoint_are_parsed_one_at_a_time() -> None:
+    large, gate, started = b"x" * (INLINE_BYTES + 1), threading.Event(), threading.Semaphore(0)
+    running = 0
+    max_running = 0
+
+    def slow(body: bytes) -> int:
+        nonlocal running, max_running
+        running += 1
+        max_running = max(max_running, running)
+        started.release()
+        assert gate.wait(10)
+        running -= 1
+        return len(body)
+
+    async def several() -> None:
+        parser, later = JsonBodyParser(), time.monotonic() + 10
+        tasks = [asyncio.create_task(parser.run(slow, large, later)) for _ in range(5)]
+        assert await asyncio.to_thread(started.acquire, timeout=10)
+        assert await parser.run(len, b"small", later) == 5
+        assert await parser.run(len, b"small", later, blocks=True) == 5
+        assert await JsonBodyParser().run(len, large, later) == len(large)  # another endpoint's
+        with pytest.raises(DeadlineExceeded):
+            await parser.run(len, large, time.monotonic())
+        gate.set()
+        assert await asyncio.gather(*tasks) == [len(large)] * 5
+
+    asyncio.run(several())
+    assert max_running == 1
+
+
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
 
 
 def test_bodies_of_many_values_are_parsed_one_at_a_time() -> None:
-    """Bodies of fewer values are parsed meanwhile."""
+    """Of all endpoints together; bodies of fewer values are parsed meanwhile."""
     heavy = b"[%b]" % b",".join([b"1"] * (HEAVY_VALUES + 1))
     gate, started = threading.Event(), threading.Semaphore(0)
     running: list[int] = []
@@ -178,14 +209,14 @@ def test_bodies_of_many_values_are_parsed_one_at_a_time() -> None:
         return len(body)
 
     async def several() -> None:
-        later = time.monotonic() + 10
-        tasks = [asyncio.create_task(parse_body(slow, heavy, later)) for _ in range(3)]
+        one, two, later = JsonBodyParser(), JsonBodyParser(), time.monotonic() + 10
+        tasks = [asyncio.create_task(parser.run(slow, heavy, later)) for parser in (one, two, one)]
         assert await asyncio.to_thread(started.acquire, timeout=10)
-        light = b"1," * (HEAVY_VALUES - 1)
-        assert await parse_body(len, light, later) == len(light)
-        assert await parse_body(len, b"small", later, blocks=True) == 5
-        with pytest.raises(DeadlineExceeded):
-            await parse_body(len, heavy, time.monotonic() + 0.1)
+        for parser in (one, two):
+            light = b"1," * (HEAVY_VALUES - 1)
+            assert await parser.run(len, light, later) == len(light)
+            with pytest.raises(DeadlineExceeded):
+                await parser.run(len, heavy, time.monotonic() + 0.1)
         gate.set()
         assert await asyncio.gather(*tasks) == [len(heavy)] * 3
 

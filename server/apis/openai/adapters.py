@@ -15,11 +15,13 @@ from batching.errors import DeadlineExceeded, InvalidInput, NotReady
 from batching.request_queue import WorkItem
 from server.apis.openai.images import raise_when_gone
 from server.apis.openai.models import AdaptedModel, ModelGroup, NamedModel
-from server.apis.openai.request_fields import read_struct
+from server.apis.openai.request_fields import convert_body
 from server.core.settings import SERVED_NAME, Settings, SettingsError, parse_adapters
 from server.http.access import check_admin
 from server.http.errors import HttpError
+from server.http.json import JsonBodyParser, parse_json
 from server.http.operation import Operation, OperationRoute, routes_of
+from server.http.request import read_json_request
 from worker.load_context import LoadContext
 from worker.messages.adapters import Adapter, InvalidAdapter
 
@@ -50,6 +52,7 @@ class AdapterControl:
         self.settings = settings
         self.chats = chats
         self.named = named
+        self.body_parser = JsonBodyParser()
         self._loading: set[str] = set()  # names
         self._leaving: set[Adapter] = set()  # requests that have begun use them
         self._queue = chats.default.worker_client.queue
@@ -97,7 +100,9 @@ class AdapterControl:
     async def load(self, request: Request) -> AdapterResponse:
         """Read an adapter on the loader thread. An unloaded base is loaded first."""
         check_admin(request.scope)
-        wanted, incoming = await read_struct(request, LoadAdapterRequest)
+        body, incoming = await read_json_request(request.scope, request.receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
+        wanted = convert_body(document, LoadAdapterRequest, request.scope)
         name, before = wanted.lora_name, self._check_name(wanted)
         base = before.base if before else self.chats.find(wanted.base_model_name)
         if base.adapter:
@@ -166,8 +171,9 @@ class AdapterControl:
     async def unload(self, request: Request) -> AdapterResponse:
         """Refuse new requests for an adapter; those that have begun finish with it."""
         check_admin(request.scope)
-        wanted, _ = await read_struct(request, UnloadAdapterRequest)
-        name = wanted.lora_name
+        body, incoming = await read_json_request(request.scope, request.receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
+        name = convert_body(document, UnloadAdapterRequest, request.scope).lora_name
         if not self._remove(name):
             message = f"there is no adapter {name[:200]!r}"
             raise HttpError(404, message, "lora_name", code="model_not_found")

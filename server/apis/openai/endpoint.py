@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.errors import HttpError
-from server.http.json import Header, parse_body, to_json
+from server.http.json import Header, JsonBodyParser, to_json
 from server.http.request import count_failure, read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from worker.messages.deltas import Delta
@@ -195,6 +195,7 @@ class BodyEndpoint(ABC, Generic[R]):
     settings: Settings
     worker_client: WorkerClient
     models: ModelGroup
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, incoming = await read_json_request(scope, receive)
@@ -209,10 +210,10 @@ class BodyEndpoint(ABC, Generic[R]):
         """Return the checked request of a body. Raises InvalidInput."""
         parse, deadline = partial(self.parse, scope=incoming.scope), incoming.deadlines.first
         try:
-            return await parse_body(parse, body, deadline, self.parse_blocks)
+            return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
         except UnknownModel:
             await self.worker_client.manager.rescan()
-        return await parse_body(parse, body, deadline, self.parse_blocks)
+        return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
 
     @abstractmethod
     async def serve(self, incoming: IncomingRequest, send: Send, request: R) -> None:

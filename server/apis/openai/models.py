@@ -19,13 +19,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.apis.openai.request_fields import read_struct
+from server.apis.openai.request_fields import convert_body, required
 from server.core.model_manager import AWAIT_MODEL, Residency
 from server.core.settings import ModelReference, SettingsError
 from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.access import check_admin
 from server.http.errors import HttpError
+from server.http.json import JsonBodyParser, parse_json
 from server.http.operation import EVENTS, Operation, OperationRoute, routes_of
+from server.http.request import read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
 from worker.load_context import LoadProgress
 from worker.messages.adapters import Adapter
@@ -54,7 +56,7 @@ NOT_LOADED = TextModelInfo(max_model_len=1 << 20, no_images_reason="")
 
 
 class LoadRequest(Struct):
-    model: str
+    model: str | None = None
 
 
 class Progress(Struct):
@@ -359,6 +361,7 @@ class ModelListing:
     def __init__(self, named: ModelGroup, pipelines: Sequence[NamedModel]) -> None:
         self.named = named
         self.all = ModelGroup(*named.lists, pipelines)
+        self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[OperationRoute]:
         routes = routes_of(self.list_all, self.load, self.unload)
@@ -381,14 +384,19 @@ class ModelListing:
         model = await self.named.look_up(name)
         return model.describe(name if name in model.aliases else model.id)
 
+    async def _model(self, scope: Scope, receive: Receive, models: ModelGroup) -> NamedModel:
+        body, incoming = await read_json_request(scope, receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
+        required(document.get("model"), "model")
+        return await models.look_up(convert_body(document, LoadRequest, scope).model)
+
     @Operation(
         "POST /models/load", "Start to load a model", LoadResponse, LoadRequest, errors=[403]
     )
     async def load(self, request: Request) -> LoadResponse:
         """Start to load a model; its progress is in the listing."""
         check_admin(request.scope)
-        body, _ = await read_struct(request, LoadRequest)
-        model = await self.all.look_up(body.model)
+        model = await self._model(request.scope, request.receive, self.all)
         if model.residency.is_ready or model.residency.is_loading:
             raise InvalidInput.at("model", f"{model.id!r} is already {model.status().value}")
         model.worker_client.manager.request_load(model.residency)
@@ -405,8 +413,7 @@ class ModelListing:
         """Unload a model once what runs on it has finished, or end its load; new requests load it
         again."""
         check_admin(request.scope)
-        body, _ = await read_struct(request, LoadRequest)
-        model = await self.all.look_up(body.model)
+        model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:
             raise InvalidInput.at("model", f"{model.id!r} is pinned")
         if not (model.residency.is_ready or model.residency.queued):
@@ -426,8 +433,7 @@ class ModelListing:
     async def load_events(self, request: Request) -> Response:
         """Load a model as transformers' server does: an event for each change, the last is `ready`
         or `error`. Its chat client waits for `ready` before its first message."""
-        body, _ = await read_struct(request, LoadRequest)
-        model = await self.named.look_up(body.model)
+        model = await self._model(request.scope, request.receive, self.named)
         if model.residency.is_ready:
             frame = data_frame(LoadEvent("ready", model.id, cached=True))
             return Response(frame, media_type="text/event-stream")

@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
-from starlette.requests import Request
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
@@ -28,9 +27,8 @@ from server.apis.openai.response_format import (
     StructuredOutputs,
     output_constraint,
 )
-from server.core.worker_client import IncomingRequest
 from server.http.ignored_fields import ignore_fields
-from server.http.json import Document, parse_body, parse_json
+from server.http.json import Document, parse_json
 from worker.messages.generation import (
     WHITE,
     Chat,
@@ -421,16 +419,6 @@ def decode(
         unknown = request.config().keys() - CONFIG_FIELDS
         ignore_fields((f"generation_config.{name}" for name in unknown), scope)
     return request
-
-
-async def read_struct(request: Request, kind: type[T]) -> tuple[T, IncomingRequest]:
-    """Return the struct of a JSON body, and the request. Raises InvalidInput and the errors of
-    `read_json_request`."""
-    from server.http.request import read_json_request  # preflight.py imports no app
-
-    body, incoming = await read_json_request(request.scope, request.receive)
-    document = await parse_body(parse_json, body, incoming.deadlines.first)
-    return convert_body(document, kind, request.scope), incoming
 
 
 def convert_body(document: Document, kind: type[T], scope: Scope) -> T:

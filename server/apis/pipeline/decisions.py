@@ -1,6 +1,6 @@
 """`POST /` with the task decision: state and questions as inputs, for a language model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from server.apis.openai.decisions.systemone import SystemOneRequest
 from server.apis.openai.request_fields import decode
 from server.apis.pipeline.endpoint import PipelineInputParser, PipelineRequest
 from server.core.worker_client import IncomingRequest
-from server.http.json import Document, parse_body, to_json
+from server.http.json import Document, JsonBodyParser, to_json
 from server.http.ndjson import LineStream, LineWork
 from server.http.request import count_failure, is_ndjson, read_request, send_json
 from worker.messages.decisions import DecisionInput
@@ -28,6 +28,7 @@ class DecisionPipelineEndpoint:
     parser: PipelineInputParser
     decisions: DecisionEndpoint
     model: str
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.parser.check_query(scope)
@@ -41,7 +42,7 @@ class DecisionPipelineEndpoint:
         self.parser.check_media(media)
         parse = partial(self.parse_decisions, media=media, scope=scope)
         deadline = incoming.deadlines.first
-        posted, decisions = await parse_body(parse, body, deadline, blocks=True)
+        posted, decisions = await self.body_parser.run(parse, body, deadline, blocks=True)
         answers: list[object] = []
         for decision in decisions:
             try:

@@ -7,7 +7,7 @@ Each line of an NDJSON body is a request (ndjson.py). The worker's side is worke
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -27,8 +27,8 @@ from server.http.ignored_fields import ignore_fields
 from server.http.json import (
     INLINE_BYTES,
     Document,
+    JsonBodyParser,
     in_thread,
-    parse_body,
     parse_json,
     parse_value,
     to_json,
@@ -323,6 +323,7 @@ class PipelineEndpoint:
     parser: PipelineInputParser
     worker_client: WorkerClient
     model: str
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.parser.check_query(scope)
@@ -341,7 +342,7 @@ class PipelineEndpoint:
             request = PipelineRequest([payload])
         elif len(body) > INLINE_BYTES and (parser.task.kind == "text" or may_be_json(body, media)):
             parse = partial(parser.parse, media=media, scope=scope)
-            request = await parse_body(parse, body, deadline)
+            request = await self.body_parser.run(parse, body, deadline)
         else:  # raw bytes need no parsing
             request = parser.parse(body, media, scope)
         try:

@@ -1,6 +1,7 @@
 """`/v1/batches`: create, list, retrieve and cancel batches; runner.py runs them."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
@@ -18,7 +19,7 @@ from server.apis.openai.responses.request import Metadata
 from server.apis.openai.sqlite_store import ListPage, encode_page, in_store
 from server.http.access import address_of
 from server.http.errors import SETTING_FOR_PATH
-from server.http.json import parse_body, parse_json, to_json
+from server.http.json import JsonBodyParser, parse_json, to_json
 from server.http.operation import Operation, OperationRoute, routes_of
 from server.http.request import read_request, send_json
 
@@ -64,6 +65,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         self.store = self.runner.store
+        self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[OperationRoute]:
         own = routes_of(self, self.list_batches, self.retrieve, self.cancel)
@@ -71,8 +73,8 @@ class Batches:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _, body, incoming = await read_request(scope, receive)
-        document = await parse_body(parse_json, body, incoming.deadlines.first)
-        request = convert_body(document, BatchRequest, scope)
+        parse_body = partial(parse, scope=scope)
+        request = await self.body_parser.run(parse_body, body, incoming.deadlines.first)
         if request.endpoint not in self.runner.endpoints:
             setting = SETTING_FOR_PATH[request.endpoint]
             reason = f"no model serves {request.endpoint}: it needs {setting}"
@@ -122,3 +124,7 @@ class Batches:
         if batch := self.runner.jobs.find(BatchTask, namespace, id):
             await batch.cancel()
         return await in_store(self.store.batch, namespace, id)
+
+
+def parse(body: bytes, scope: Scope) -> BatchRequest:
+    return convert_body(parse_json(body), BatchRequest, scope)
