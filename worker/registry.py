@@ -81,6 +81,7 @@ class ServedModel:
         # the bytes that loading takes at least, and those that are free; on the loader thread
         self.measure: Callable[[], tuple[int, int]] = lambda: (0, sys.maxsize)
         self.progress = LoadProgress()
+        self.on_progress: Callable[[], object] = lambda: None  # called on the loader thread
         self.info: ModelInfo | None = None  # since the first load, as the next
         self.text_info: TextModelInfo | None = None
         self.memory: list[Memory] = []
@@ -141,6 +142,7 @@ class ServedModel:
 
         def report(progress: LoadProgress) -> None:
             self.progress = progress
+            self.on_progress()
 
         context = self._loading = LoadContext(run, report, limit)
         engine: Engine | None = None

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
@@ -53,7 +54,12 @@ class Residency:
     failures: int = 0  # in a row
     retry_at: float = 0.0
     timer: asyncio.TimerHandle | None = None  # of the idle model
+    watchers: set[asyncio.Event] = field(default_factory=set)  # set with each change
     unused: asyncio.Event = field(default_factory=asyncio.Event)  # set when what ran has finished
+
+    def notify(self) -> None:
+        for watcher in self.watchers:
+            watcher.set()
 
     @property
     def is_loading(self) -> bool:
@@ -218,6 +224,8 @@ class ModelManager:
             entry.queued = False  # all clients have left
             return
         entry.load_started_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        model.on_progress = partial(loop.call_soon_threadsafe, entry.notify)
         model.state = "loading"
         needed, free = await self._measure(model)
         await self._make_room(entry, needed, free)
@@ -246,6 +254,7 @@ class ModelManager:
             if item.payload is AWAIT_MODEL:
                 item.resolve(None)
         self.queue.has_model(model.name, model.queue)
+        entry.notify()
         if not self.queue.uses[model.name]:
             self._on_unused(model.name)
 
@@ -275,6 +284,7 @@ class ModelManager:
     def _fail_waiting(self, entry: Residency, failure: NotReady) -> None:
         for item in self._waiting(entry.model):
             item.resolve(failure)
+        entry.notify()
 
     def _waiting(self, model: ServedModel) -> list[WorkItem]:
         """Return the items that await a model."""
@@ -350,6 +360,7 @@ class ModelManager:
             log.info("unloaded serves=%s", model.name)
         finally:
             entry.departure = None
+            entry.notify()
 
     def _on_unused(self, name: str) -> None:
         entry = self.models[name]

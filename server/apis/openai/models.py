@@ -37,7 +37,6 @@ from worker.registry import ServedModel, TextModelInfo
 from worker.task_detection import split_file
 from worker.tasks import TASKS
 
-POLL_S = 0.1  # between two looks at a model that is loading
 MAX_NAME = 200  # characters that are compared with patterns
 ANY_MODEL = ("", "dummy", "tgi")  # sent by clients that have to name a model
 KIND_TASKS = {
@@ -447,26 +446,27 @@ class LoadEvents(Response):
 
     def __init__(self, model: NamedModel) -> None:
         self.model = model
-        self.is_idle = False  # the connection needs a comment
+        self.changed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await EventStream(scope, send, self._wake).run(self.events())
-
-    def _wake(self) -> None:
-        self.is_idle = True
+        watchers = self.model.residency.watchers
+        watchers.add(self.changed)
+        try:
+            await EventStream(scope, send, self.changed.set).run(self.events())
+        finally:
+            watchers.discard(self.changed)
 
     async def events(self) -> AsyncIterator[bytes]:
         sent = b""
         while True:
+            self.changed.clear()
             event = self.model.load_event()
-            if (frame := data_frame(event)) != sent:
-                yield frame
-            elif self.is_idle:
-                yield COMMENT
-            sent, self.is_idle = frame, False
+            frame = data_frame(event)
+            yield COMMENT if frame == sent else frame
+            sent = frame
             if event.status != "loading":
                 return
-            await asyncio.sleep(POLL_S)
+            await self.changed.wait()
 
 
 async def listing(group: ModelGroup) -> ModelList:
