@@ -70,7 +70,7 @@ class CachedModels:
         self._room -= len(new)
 
     async def rescan(self) -> None:
-        """Scan the cache, unless it was just scanned, and register what is new."""
+        """Scan the cache and register new models, unless it was scanned a moment ago."""
         if self._scan is None or self._scan.done():
             if time.monotonic() < self._next_at:
                 return

@@ -242,13 +242,18 @@ def test_stream_of_a_dying_worker_ends_with_an_error() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_each_event_is_one_write(path: str) -> None:
-    with serving_fake() as (server, _):
-        body = body_for(path, "say a b c d e f g h i j", stream=True)
+    with serving_fake() as (server, generator):
+        generator.one_by_one = True
+        body, raw = body_for(path, "say a b c d e f g h i j", stream=True), b""
         with open_stream(server, path, body, "Connection: close") as client:
-            raw = b"".join(iter(lambda: client.recv(65536), b""))
+            for word in (b'"a"', *(b' %c"' % letter for letter in b"bcdefghij")):
+                generator.permits.release()  # else a slow reader gets several words at a time
+                raw += read_until(client, word)
+            generator.release()
+            raw += b"".join(iter(lambda: client.recv(65536), b""))
         *events, last = writes(raw)
         assert last == b""
-        assert len(events) >= 4  # a slow reader gets several words at a time
+        assert len(events) >= 10
         for event in events:
             assert event.startswith(b"event: response." if path == RESPONSES else b"data: ")
             assert event.endswith(b"\n\n")

@@ -423,5 +423,5 @@ def test_events_are_kept_for_a_time_and_count_while_they_are(
     store.remove_expired()
     assert store.events(MINE, "b", -1) == ([b"event"], True)  # until an hour after its end
     assert store.totals == (1, size - len(last) - 3 * len(b"event 0"))
-    with pytest.raises(InvalidInput, match="within an hour"):
+    with pytest.raises(InvalidInput, match="until an hour after"):
         store.events(MINE, "a", 2)

@@ -41,7 +41,7 @@ class EmbeddingInput:
     truncation: Truncation = Truncation()
     encoding: Encoding = "float"
     param: str = "input"
-    numbers: list[int] = field(default_factory=list)  # the response has, by part; they share it
+    numbers: list[int] = field(default_factory=list)  # of the response, by part; a shared list
     cache_namespace: bytes = b""  # cached prefixes are shared within it alone
     adapter: ClassVar[None] = None
 

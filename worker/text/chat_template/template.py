@@ -174,8 +174,8 @@ class ChatTemplate:
         return () if reasoning is None or not prompt or is_open else self._encode(reasoning[0])
 
     def _find_reasoning_default(self) -> bool:
-        """Return whether the model reasons unless a request switches it off: the template has no
-        switch, or its default is that of an effort, or a switch closes what is open by default."""
+        """Return whether the model reasons by default: the template has no switch, or its default
+        prompt equals that of an effort, or only a switch that is off ends the reasoning in it."""
         default = self.try_render([QUESTION])
         if not self._effort_variables:
             return self.output_format.reasoning is not None
@@ -262,7 +262,7 @@ class ChatTemplate:
             raise InvalidInput(f"the model's chat template {why}", "messages") from error
 
     def reasoning_requested(self, chat: Chat) -> bool:
-        """Return whether a chat enables reasoning, or the defaults do, the template's own last."""
+        """Return whether a chat reasons: by its variables, by its effort, or by default."""
         variables = self._variables(chat)
         switches = [variables[switch] for switch in SWITCHES if switch in variables]
         effort = variables.get(EFFORT) if chat.effort is None else chat.effort

@@ -8,11 +8,11 @@ from worker.messages.generation import Chat
 
 
 def without_oldest(chat: Chat, fits: Callable[[Chat], bool]) -> Chat | None:
-    """Return a chat of text without as few of its oldest messages as possible; None if no rest
-    fits.
+    """Drop the oldest messages, as few as possible, until a chat fits; return None if it never
+    does.
 
-    System messages at the start stay. The rest begins with a message of the user or, within the
-    last turn, with any but the result of a call, which would lack its call. `fits` is called
+    System messages at the start are kept. The first message after them is the user's or, within the
+    last turn, any other than the result of a call, whose call would be missing. `fits` is called
     O(log n) times.
     """
     roles = [message["role"] for message in chat.messages]

@@ -96,7 +96,7 @@ class BackgroundJob(StoredJob):
         self.builder, self.transfer = builder, transfer
         self.stored = asyncio.Event()  # in the store, from its beginning
         self.readers: set[asyncio.Event] = set()  # each is set when an event is added
-        self.ended = False
+        self.last_event = b""  # once the response has ended
         self._keeps_events = builder.streams
         self._count = self._event_bytes = 0  # of kept events
 
@@ -130,14 +130,9 @@ class BackgroundJob(StoredJob):
             await store()
         finally:
             self.stored.set()
-            self.ended = True
+            self.last_event = builder.end()
             self._wake_readers()
             self.endpoint.background_memory.release(self.transfer)
-
-    @property
-    def last_event(self) -> bytes:
-        """The last event, where the disk has failed meanwhile."""
-        return self.builder.end()
 
     @property
     def store(self) -> ResponseStore:
@@ -167,13 +162,15 @@ class BackgroundJob(StoredJob):
             reader.set()
 
 
+STREAM = Meta(description="Send the events of a response created with background and stream")
+AFTER = Meta(ge=0, description="The sequence number of the last event that was received")
+
+
 class Retrieval(Struct):
     """The query of a response."""
 
-    stream: Annotated[bool, Meta(description="The events of one with background and stream")] = (
-        False
-    )
-    starting_after: Annotated[int, Meta(ge=0, description="The number of an event")] | None = None
+    stream: Annotated[bool, STREAM] = False
+    starting_after: Annotated[int, AFTER] | None = None
 
 
 class Page(Struct):
@@ -292,7 +289,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     def _start_job(
         self, incoming: IncomingRequest, request: ParsedResponseRequest
     ) -> BackgroundJob:
-        """Submit a request that is generated without a limit, but for the client's own."""
+        """Submit a request without a time limit but the client's own."""
         scope, transfer = incoming.scope, Transfer()
         deadlines = replace(incoming.deadlines, first=math.inf, idle_s=math.inf)
         self.background_memory.take(transfer, scope["transfer"].held)
@@ -357,10 +354,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     async def _follow(self, scope: Scope, id: str, starting_after: int | None) -> StoredEvents:
         """Return the events of a background response, of any process."""
-        after, namespace = (
-            -1 if starting_after is None else starting_after,
-            owner_from(scope).namespace,
-        )
+        after = -1 if starting_after is None else starting_after
+        namespace = owner_from(scope).namespace
         job = self.jobs.find(BackgroundJob, namespace, id)
 
         def find(store: ResponseStore, namespace: bytes, id: str) -> ResponseStore:

@@ -22,13 +22,11 @@ POLL_S = 0.5  # how often events that another process adds are looked for
 
 
 class GeneratingJob(Protocol):
-    """The job of this process that adds the events. Sets those of `readers` for each."""
+    """The job of this process that adds the events. It sets those of `readers` with each, and
+    `last_event` at its end."""
 
     readers: set[asyncio.Event]
-    ended: bool
-
-    @property
-    def last_event(self) -> bytes: ...
+    last_event: bytes
 
 
 class StoredEvents(Response):
@@ -70,11 +68,12 @@ class StoredEvents(Response):
             try:
                 events, is_generating = await in_store(*read)
             except NotStored:  # deleted, or the disk has failed
-                if not self.job or self.job.ended:
+                if self.job and not self.job.last_event:
+                    events, is_generating = [], True
+                else:
                     if self.job:
                         yield self.job.last_event
                     return
-                events, is_generating = [], True
             app.memory.hold(scope["transfer"], sum(map(len, events)))
             for event in events:
                 yield event

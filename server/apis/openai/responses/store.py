@@ -189,7 +189,7 @@ class ResponseStore(SqliteStore):
                         self._put(Owner(*owner), Stored(failed, []))
 
     def lose(self, id: str) -> None:
-        """Take a response for deleted, which cannot be deleted now: the disk has failed."""
+        """Treat a response as deleted. The disk has failed: its row is deleted later."""
         self._lost.add(id)
 
     # ── events ──
@@ -215,7 +215,7 @@ class ResponseStore(SqliteStore):
             is_generating = self._database.execute(generating, (id,)).fetchone() is not None
             first, last = self._database.execute(kept, (id,)).fetchone()
             if first is None:
-                reason = "with background: true and stream: true, within an hour"
+                reason = "with background: true and stream: true, until an hour after their end"
                 raise InvalidInput.at("stream", f"is for responses created {reason}")
             if not first <= after + 1 <= last + 1:
                 reason = f"the events {first} to {last} are kept"
@@ -228,7 +228,7 @@ class ResponseStore(SqliteStore):
             return events, is_generating
 
     def remove_expired(self) -> None:
-        """Remove the events of responses that ended long ago, and the lost responses."""
+        """Remove the events of responses that ended before EVENTS_S, and the lost responses."""
         old = int(time.time()) - EVENTS_S
         expired = (
             "SELECT id FROM events GROUP BY id HAVING max(added_at) < ? "
