@@ -105,7 +105,6 @@ def make_routes(
     routes += [info_route(settings, model) for model in described[:1]]
     routes += ModelListing(named, pipelines).routes()
     if texts := {kind: group for kind, group in models.items() if kind != "transcription"}:
-        # of a request of text-embeddings-inference, which names no model
         order = sorted(texts, key=lambda kind: kind not in ("embedding", "rerank"))
         groups = ModelGroup(*texts.values()), ModelGroup(*(texts[kind] for kind in order))
         routes += tokenizer_routes(settings, worker_client, *groups)

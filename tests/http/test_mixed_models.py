@@ -78,9 +78,11 @@ def test_every_forward_of_a_load_runs_on_the_workers_thread() -> None:
             vectors = post(server, "/v1/embeddings", {"input": "a", "model": "other"})
             pipeline = CLIENT.post(server.url + "/?model=vectors", content=b"a")
             assert (vectors.status_code, pipeline.status_code) == (200, 200)
-            body = {"inputs": "paris", "model": "other"}
-            ids = [token["id"] for token in post(server, "/tokenize", body).json()[0]]
-            assert post(server, "/decode", {"ids": ids}).json() == ["paris"]  # the embedder's
+            [tokens] = post(server, "/tokenize", {"inputs": "paris"}).json()
+            own = post(server, "/tokenize", {"prompt": "paris", "model": "other"}).json()
+            ids = [token["id"] for token in tokens]
+            assert ids == own["tokens"]  # by the embedding model, as /decode
+            assert post(server, "/decode", {"ids": ids}).json() == ["paris"]
     finally:
         hook.remove()
     assert threads == {"worker"}

@@ -153,16 +153,9 @@ DECODE = Operation("POST /decode", "The texts of lists of token ids", {JSON: TEX
 def tokenizer_routes(
     settings: Settings, worker_client: WorkerClient, models: ModelGroup, embedders_first: ModelGroup
 ) -> list[OperationRoute]:
-    """Return the routes. `embedders_first`: the models in the order for /decode."""
-    kinds = (
-        (TOKENIZE, TokenizeRequest, models),
-        (DETOKENIZE, DetokenizeRequest, models),
-        (DECODE, DecodeRequest, embedders_first),
-    )
-    return [
-        OperationRoute(operation, TokenizerEndpoint(settings, worker_client, group, kind))
-        for operation, kind, group in kinds
-    ]
+    shared = settings, worker_client, models, embedders_first
+    kinds = (TOKENIZE, TokenizeRequest), (DETOKENIZE, DetokenizeRequest), (DECODE, DecodeRequest)
+    return [OperationRoute(each, TokenizerEndpoint(*shared, kind)) for each, kind in kinds]
 
 
 def prompt_routes(completions: ChatCompletions) -> list[OperationRoute]:
@@ -174,15 +167,18 @@ def prompt_routes(completions: ChatCompletions) -> list[OperationRoute]:
 
 @dataclass(eq=False)
 class TokenizerEndpoint(BodyEndpoint[Request]):
-    """An endpoint for one kind of request, to any of the models."""
+    """An endpoint for one kind of request, to any of the models. `embedders_first`: the same
+    models, in the order for requests of text-embeddings-inference, which name none."""
 
+    embedders_first: ModelGroup
     kind: type[Request]
     threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
     def parse(self, body: bytes, scope: Scope) -> Request:
-        return decode(
-            parse_json(body), self.kind, self.models.id_for, scope, self.models.max_entries
-        )
+        document = parse_json(body)
+        is_of_tei = self.kind is DecodeRequest or document.get("inputs") is not None
+        models = self.embedders_first if is_of_tei else self.models
+        return decode(document, self.kind, models.id_for, scope, models.max_entries)
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: Request) -> None:
         async with self.models.find(request.model).loaded(incoming) as model:
