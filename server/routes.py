@@ -29,6 +29,7 @@ from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
 from server.apis.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
+from server.apis.openai.responses.conversations import Conversations
 from server.apis.openai.responses.endpoint import Responses
 from server.apis.openai.responses.store import ResponseStore
 from server.apis.openai.tokenize import PromptEndpoint, prompt_routes, tokenizer_routes
@@ -77,14 +78,15 @@ def make_routes(
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
-        responses = Responses(*shared, open_store(settings), jobs)
+        store = open_store(settings)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
         routes += [
             *routes_of(completions := ChatCompletions(*shared), Completions(*shared)),
             *routes_of(Infill(*shared)),
             *prompt_routes(completions),
-            *responses.routes(),
+            *Responses(*shared, store, jobs).routes(),
+            *Conversations(store, chat).routes(),
             *routes_of(MessagesEndpoint(*shared)),
             OperationRoute(COUNT_TOKENS, PromptEndpoint(CountTokensEndpoint(*shared), TokenCount)),
             OperationRoute(DECISIONS, decisions),

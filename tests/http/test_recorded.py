@@ -198,7 +198,7 @@ BODIES: dict[str, dict[str, Any]] = {
             **FLAT_TOOLS,
             "tool_choice": {"type": "function", "name": "f"},
         },
-        "responses, unimplemented": {"input": "hi", "conversation": "a"},
+        "responses, unimplemented": {"input": "hi", "prompt": "a"},
         "responses, unknown previous": {"input": "hi", "previous_response_id": "resp_1"},
         "responses, unknown item": {"input": [{"type": "item_reference", "id": "x"}]},
         "responses, no output": {"input": [{"type": "function_call_output", "call_id": "c"}]},

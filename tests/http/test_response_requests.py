@@ -419,7 +419,6 @@ def test_error_names_the_invalid_field(
     [
         ("access_programs", {}),
         ("context_management", []),
-        ("conversation", "conv_1"),
         ("image", {}),
         ("max_tokens", 5),
         ("moderation", {}),

@@ -404,10 +404,7 @@ def decode(
     InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
     within them, are refused before their entries are converted.
     """
-    if max_entries is not None:
-        for path, length in _list_lengths(document, kind.__struct_fields__):
-            if length > max_entries:
-                raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
+    limit_lists(document, kind, max_entries)
     request = convert_body(document, kind, scope)
     request.model = id_for(request.model)
     if isinstance(request, GenerationRequest):
@@ -419,6 +416,14 @@ def decode(
         unknown = request.config().keys() - CONFIG_FIELDS
         ignore_fields((f"generation_config.{name}" for name in unknown), scope)
     return request
+
+
+def limit_lists(document: Document, kind: Any, max_entries: int | None) -> None:
+    """Raise InvalidInput if a list of a request, or one within it, has more entries."""
+    if max_entries is not None:
+        for path, length in _list_lengths(document, kind.__struct_fields__):
+            if length > max_entries:
+                raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
 
 
 def convert_body(document: Document, kind: type[T], scope: Scope) -> T:

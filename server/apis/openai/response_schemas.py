@@ -244,6 +244,10 @@ class ResponseText(Struct):
     verbosity: Literal["low", "medium", "high"]
 
 
+class ConversationReference(Struct):
+    id: str
+
+
 class Response(Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
@@ -253,6 +257,10 @@ class Response(Struct, kw_only=True):
         "queued"
     )
     background: bool
+    conversation: Annotated[
+        ConversationReference | UnsetType | None,
+        Meta(description="Null if the items could not be added to it"),
+    ] = UNSET
     error: ResponseError | None = None
     frequency_penalty: float
     incomplete_details: IncompleteDetails | None = None
@@ -288,7 +296,7 @@ class InputTokens(Struct):
 
 class Deleted(Struct):
     id: str
-    object: Literal["response", "file"]
+    object: Literal["response", "file", "conversation.deleted"]
     deleted: bool
 
 
@@ -302,6 +310,13 @@ class ListBase(Struct):
 
 class ItemList(ListBase):
     data: list[dict[str, Any]]
+
+
+class Conversation(Struct):
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
 
 
 # ── decisions ──

@@ -33,9 +33,14 @@ from server.apis.openai.request_fields import convert, decode
 from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList, Response
 from server.apis.openai.responses.event_stream import StoredEvents
 from server.apis.openai.responses.events import ResponsesBuilder
-from server.apis.openai.responses.items import to_documents
+from server.apis.openai.responses.items import check_ids, to_documents
 from server.apis.openai.responses.request import ParsedResponseRequest, ResponseRequest
-from server.apis.openai.responses.store import Count, NotStored, ResponseStore
+from server.apis.openai.responses.store import (
+    Count,
+    NotStored,
+    ResponseStore,
+    of_conversations,
+)
 from server.apis.openai.sqlite_store import (
     Owner,
     encode_page,
@@ -65,6 +70,7 @@ COUNT_TOKENS = Operation(
 )
 COMPACT_PATH = "/v1/responses/compact"
 UNFINISHED = "queued", "in_progress"
+ADDED = "completed", "incomplete"  # to a conversation
 TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
 MAX_FALLBACK_RESPONSES = 1000
@@ -234,8 +240,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         except TooLarge as error:
             reason = f"the stored responses with its items exceed {error}"
             raise InvalidInput.at("input", reason) from None
-        count = counter(scope, max_body)
-        previous = self._previous_items(namespace, request.previous_response_id, count)
+        previous = self._previous_items(request, scope)
+        if request.conversation:
+            check_ids(items, previous, "input")
         tools = request.callable_tools([*previous, *items])
         if tools.dropped:
             id, names = scope["record"].request_id, ", ".join(tools.dropped)
@@ -245,25 +252,33 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return_memory(scope)
         return parsed
 
-    def _previous_items(self, namespace: bytes, id: str | None, count: Count) -> list[Document]:
-        """Return all items of the conversation that ends with a response.
-
-        A stored conversation may be as large as a request body.
-        """
+    def _previous_items(self, request: ResponseRequest, scope: Scope) -> list[Document]:
+        """Return all items that the request continues: those of a conversation, or of a response
+        and those before it. They may be as large as a request body."""
+        path, namespace = "previous_response_id", owner_from(scope).namespace
+        id = request.previous_response_id
+        if request.conversation:
+            path, namespace = "conversation", of_conversations(namespace)
+            id = request.conversation_id
         if id is None:
             return []
-        path = "previous_response_id"
         try:
-            chain = self.store.chain(namespace, id, count)
+            chain = self.store.chain(namespace, id, counter(scope, scope["app"].max_body))
         except TooLarge as error:
-            raise InvalidInput.at(path, f"its conversation exceeds {error}") from None
+            raise InvalidInput.at(path, f"its items exceed {error}") from None
         except NotStored as error:
-            raise _not_found(error.id, path) from None
-        if any(stored.response["status"] in UNFINISHED for stored in chain):
-            raise InvalidInput.at(path, f"{id!r} is still being generated")
-        if any(stored.response["status"] == "failed" for stored in chain):
-            raise InvalidInput.at(path, "is a response that failed, or continues one")
-        return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
+            kind = "conversation" if request.conversation else "stored response"
+            raise not_found(error.id, kind, path) from None
+        for stored in chain:
+            status = stored.response.get("status")
+            if status in UNFINISHED:
+                raise InvalidInput.at(path, f"{id!r} is still being generated")
+            if status == "failed":
+                raise InvalidInput.at(path, "is a response that failed, or continues one")
+            if stored.response.get("conversation"):
+                reason = "is, or continues, a response of a conversation: send `conversation`"
+                raise InvalidInput.at(path, reason)
+        return [item for stored in chain for item in stored.items]
 
     def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
         return ResponsesBuilder(request, usage, self.model_of(request))
@@ -307,8 +322,17 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     async def store_response(
         self, owner: Owner, builder: ResponsesBuilder, is_generating: bool = False
     ) -> None:
-        """Store a response. If that fails, as on a full disk, the response has `store: false`. A
-        client that cannot get one from the background from the store has no other way."""
+        """Store a response, and add its items to its conversation. If that fails, as on a full
+        disk, the response has `store: false`, and `conversation: null`. A client that cannot get
+        one from the background from the store has no other way."""
+        if builder.response.status in ADDED and (reference := builder.response.conversation):
+            id, namespace = reference.id, of_conversations(owner.namespace)
+            extend = self.store.extend
+            try:
+                await run_sync(lambda: extend(namespace, id, builder.stored.items))
+            except (NotStored, InvalidInput, OSError, sqlite3.Error) as error:
+                log.error("conversation not extended id=%s error=%.200r", id, error)
+                builder.response.conversation = None
         if builder.response.store:
             try:
                 put = self.store.put
@@ -424,7 +448,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         for store in (self.fallback_store, self.store):
             with contextlib.suppress(NotStored), refusing_disk_errors():
                 return await run_sync(run, store)
-        raise _not_found(id, "id")
+        raise not_found(id, "stored response", "id")
 
 
 @Operation(
@@ -463,5 +487,5 @@ def return_memory(scope: Scope) -> None:
         trim_heap(0)
 
 
-def _not_found(id: str, param: str) -> HttpError:
-    return HttpError(404, f"there is no stored response {id[:100]!r}", param)
+def not_found(id: str, kind: str, param: str) -> HttpError:
+    return HttpError(404, f"there is no {kind} {id[:100]!r}", param)

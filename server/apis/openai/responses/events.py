@@ -24,6 +24,7 @@ from server.apis.openai.models import NamedModel
 from server.apis.openai.response_format import TextFormat
 from server.apis.openai.response_schemas import (
     CompletionTokensDetails,
+    ConversationReference,
     IncompleteDetails,
     InputTokensDetails,
     OutputItem,
@@ -369,6 +370,7 @@ def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Respons
         truncation=request.truncation or "disabled",
         model=request.model,
         previous_response_id=request.previous_response_id,
+        conversation=ConversationReference(of) if (of := request.conversation_id) else UNSET,
         prompt_cache_key=request.prompt_cache_key,
         safety_identifier=request.safety_identifier,
         user=request.user,

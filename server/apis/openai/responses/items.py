@@ -7,7 +7,7 @@ Images are allowed in messages of the user and in outputs. Other items and parts
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -223,35 +223,49 @@ def _part_documents(
 
 
 def to_documents(
-    items: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
+    items: str | list[Item],
+    look_up: Callable[[set[str]], Mapping[str, Document]],
+    path: str = "input",
 ) -> list[Document]:
-    """Return items as they are stored. `look_up` returns those of the ids that are stored."""
+    """Return items as they are stored. `look_up` returns those of the ids that are stored; `path`
+    names the items in errors."""
     if isinstance(items, str):
         items = [Item(role="user", content=items)]
     references: set[str] = set()
     for n, item in enumerate(items):
         if item.id and item.kind == "item_reference":
             if item.id in references:
-                raise InvalidInput.at(f"input[{n}].id", "is referred to twice")
+                raise InvalidInput.at(f"{path}[{n}].id", "is referred to twice")
             references.add(item.id)
     stored = look_up(references) if references else {}
-    return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
+    return [item.document(f"{path}[{n}]", stored) for n, item in enumerate(items)]
+
+
+def check_ids(items: Sequence[Document], previous: Iterable[Document], path: str) -> None:
+    """Raise InvalidInput if an item has the id of another one, or of a previous one."""
+    ids = {item["id"] for item in previous}
+    for n, item in enumerate(items):
+        if item["id"] in ids:
+            raise InvalidInput.at(f"{path}[{n}].id", "is the id of an earlier item")
+        ids.add(item["id"])
 
 
 def to_messages(
-    previous: Sequence[Document], items: Sequence[Document]
+    previous: Sequence[Document], items: Sequence[Document], source: str = "previous_response_id"
 ) -> list[tuple[str, Message]]:
     """Return a conversation: its previous items, then a request's. Each message has a path, which
-    names it in errors."""
+    names it in errors; those of previous items have their `source`."""
     messages: list[Message] = []
     paths: list[str] = []
     functions: dict[str, str] = {}  # names by call_id
     for n, item in enumerate((*previous, *items), start=-len(previous)):
         if (kind := item["type"]) == "additional_tools":
             continue
+        path = f"input[{n}]" if n >= 0 else source
         message = _assistant_message(messages, item)
         if message is None:
-            messages += _other_messages(item, functions, f"input[{n}].call_id")
+            call_id = f"{path}.call_id" if n >= 0 else source
+            messages += _other_messages(item, functions, call_id)
         elif kind == "reasoning":
             parts = item["content"] or item["summary"]
             message.reasoning_content = _join(parts) or None
@@ -261,7 +275,6 @@ def to_messages(
             function = _called_function(item)
             functions[item["call_id"]] = function.name
             message.tool_calls = [*(message.tool_calls or ()), ToolCall(function, item["call_id"])]
-        path = f"input[{n}]" if n >= 0 else "previous_response_id"
         paths += [path] * (len(messages) - len(paths))
     for message in messages:
         if message.content is None and not message.tool_calls:

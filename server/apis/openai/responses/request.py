@@ -28,6 +28,7 @@ from server.apis.openai.request_fields import (
     convert,
 )
 from server.apis.openai.response_format import TextFormat
+from server.apis.openai.response_schemas import ConversationReference
 from server.apis.openai.response_tools import (
     TOOL_FIELDS,
     CallableTool,
@@ -82,7 +83,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "access_programs": (),
         "background_options": ({"completion_window": "soonest"},),
         "context_management": (),
-        "conversation": (),
         "image": ({"context_compression": "auto"},),
         "max_tokens": (),
         "moderation": (),
@@ -99,6 +99,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     input: NonEmpty | Annotated[list[Annotated[Item, ITEM_FIELDS]], NON_EMPTY]
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: NonEmpty | ConversationReference | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -132,6 +133,11 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
+    def conversation_id(self) -> str | None:
+        reference = self.conversation
+        return reference.id if isinstance(reference, ConversationReference) else reference
+
+    @property
     def choice(self) -> ToolChoice | None:
         choice = self.tool_choice
         return choice.mode if isinstance(choice, TypedMode) else choice
@@ -144,6 +150,9 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         super().check(document)
         if self.top_logprobs and self.logprobs is None:
             raise InvalidInput.at("top_logprobs", f"requires {LOGPROBS} in include")
+        if self.conversation and self.previous_response_id:
+            reason = "cannot be combined with previous_response_id"
+            raise InvalidInput.at("conversation", reason)
         if self.background and self.store is False:
             raise InvalidInput.at("background", "cannot be combined with store: false")
 
@@ -165,7 +174,8 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         self, previous: Sequence[Document], items: Sequence[Document], tools: "ToolSet"
     ) -> GenerationInput:
         """Return the model's input, from the conversation's previous items and the request's."""
-        conversation = to_messages(previous, items)
+        source = "conversation" if self.conversation else "previous_response_id"
+        conversation = to_messages(previous, items, source)
         if not conversation:
             raise InvalidInput.at("input", "must have more than tools")
         if self.instructions is not None:

@@ -1,8 +1,10 @@
 """The store of responses by id, for `GET /v1/responses/{id}` and `previous_response_id`.
 
 An sqlite database, in memory or in a file. It is bounded: the client with the most stored bytes, or
-responses, loses its least recently used ones. A conversation is a chain of responses, each with its
-own input only.
+responses, loses its least recently used ones. A chain of responses has the input of each only once.
+
+A conversation of `/v1/conversations` is stored like a response, in a namespace of its own; its
+items are the input.
 
 Processes on one machine may share a file. A background response is stored from its beginning, and
 in the table `generating` until it has ended. It has failed if its process ends before. The events
@@ -10,9 +12,10 @@ of a streamed one are kept beside it for EVENTS_S; the last is added with its fi
 """
 
 import contextlib
+import hashlib
 import sqlite3
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +70,11 @@ EVENT_BYTES = "(SELECT coalesce(sum(length(event)), 0) FROM events WHERE events.
 NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
 
 
+def of_conversations(namespace: bytes) -> bytes:
+    """Return the namespace of the conversations of a key, whose responses are in another one."""
+    return hashlib.blake2b(namespace, digest_size=16, person=b"conversations").digest()
+
+
 class NotStored(Exception):
     """The namespace has no stored response with this id."""
 
@@ -85,10 +93,15 @@ def uncounted(size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response and its own input items, oldest first, without those of earlier responses."""
+    """A response and its own input items, oldest first, without those of earlier responses; or a
+    conversation and its items."""
 
     response: Document
     input: list[Document]
+
+    @property
+    def items(self) -> list[Document]:
+        return [*self.input, *self.response.get("output", ())]
 
 
 class ResponseStore(SqliteStore):
@@ -135,7 +148,7 @@ class ResponseStore(SqliteStore):
             execute(generating, (id, self.process))
             return
         execute("DELETE FROM generating WHERE id = ?", (id,))
-        item_ids = {item["id"] for item in (*stored.input, *stored.response["output"])}
+        item_ids = {item["id"] for item in stored.items}
         items = [(owner.namespace, item_id, id) for item_id in item_ids]
         self._database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
         [count] = execute("SELECT max(number) + 1 FROM events WHERE id = ?", (id,)).fetchone()
@@ -247,24 +260,24 @@ class ResponseStore(SqliteStore):
 
     def response(self, namespace: bytes, id: str, count: Count = uncounted) -> bytes:
         """Return a response as JSON."""
-        count(self._size(namespace, id))
+        count(self.size(namespace, id))
         content: bytes = self._row("response", namespace, id)[0]
         return content
 
     def get(self, namespace: bytes, id: str, count: Count = uncounted) -> Stored:
-        count(self._size(namespace, id))
+        count(self.size(namespace, id))
         response, input_items = self._row("response, input", namespace, id)
         return Stored(orjson.loads(response), orjson.loads(input_items))
 
     def chain(self, namespace: bytes, id: str, count: Count = uncounted) -> list[Stored]:
-        """Return the responses of a conversation, oldest first, up to the one with this id. Raises
+        """Return a response after those that it continues, oldest first; or a conversation. Raises
         NotStored."""
         chain: list[Stored] = []
         next_id: str | None = id
         while next_id is not None:
             stored = self.get(namespace, next_id, count)
             chain.append(stored)
-            next_id = stored.response["previous_response_id"]
+            next_id = stored.response.get("previous_response_id")
         with self._lock, contextlib.suppress(sqlite3.Error), self._database:  # a full disk
             used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ? AND used"
             self._database.executemany(used, [(stored.response["id"],) for stored in chain])
@@ -286,7 +299,7 @@ class ResponseStore(SqliteStore):
                 continue
             with contextlib.suppress(NotStored):  # it has been deleted meanwhile
                 stored = self.get(namespace, row[0], count)
-                for item in (*stored.input, *stored.response["output"]):
+                for item in stored.items:
                     if item["id"] in ids:
                         items.setdefault(item["id"], item)
         return items
@@ -296,6 +309,58 @@ class ResponseStore(SqliteStore):
         with self._lock, self._database as database:
             if not database.execute(deleted, (namespace, id)).rowcount:
                 raise NotStored(id)
+
+    # ── conversations ──
+
+    def update(self, namespace: bytes, id: str, fields: Document) -> bytes:
+        """Set fields of a conversation, and return it as JSON. Raises NotStored."""
+        with self._lock, self._database:
+            document, items = self._locked_conversation(namespace, id)
+            document = orjson.dumps(orjson.loads(document) | fields)
+            self._rewrite(id, document, items)
+            return document
+
+    def extend(self, namespace: bytes, id: str, added: Sequence[Document]) -> None:
+        """Add items to a conversation. Raises NotStored, and InvalidInput if one is there."""
+        with self._lock, self._database as database:
+            document, items = self._locked_conversation(namespace, id)
+            for item in added:
+                row = namespace, item["id"], id
+                if not database.execute(
+                    "INSERT OR IGNORE INTO items VALUES (?, ?, ?)", row
+                ).rowcount:
+                    reason = f"{item['id'][:100]!r} is in the conversation already"
+                    raise InvalidInput.at("items", reason)
+            joined = b",".join(part for part in (items[1:-1], orjson.dumps(added)[1:-1]) if part)
+            self._rewrite(id, document, b"[%b]" % joined)
+
+    def remove_item(self, namespace: bytes, id: str, item_id: str) -> bytes:
+        """Remove an item of a conversation, and return that as JSON. Raises NotStored."""
+        removed = "DELETE FROM items WHERE namespace = ? AND id = ? AND response_id = ?"
+        with self._lock, self._database as database:
+            document, items = self._locked_conversation(namespace, id)
+            if not database.execute(removed, (namespace, item_id, id)).rowcount:
+                raise NotStored(item_id)
+            kept = [item for item in orjson.loads(items) if item["id"] != item_id]
+            self._rewrite(id, document, orjson.dumps(kept))
+            return document
+
+    def _locked_conversation(self, namespace: bytes, id: str) -> tuple[bytes, bytes]:
+        """Begin a transaction; return a conversation and its items as JSON. Raises NotStored."""
+        self._database.execute("BEGIN IMMEDIATE")
+        select = "SELECT response, input FROM responses WHERE namespace = ? AND id = ?"
+        row: tuple[bytes, bytes] | None = self._database.execute(select, (namespace, id)).fetchone()
+        if row is None:
+            raise NotStored(id)
+        return row
+
+    def _rewrite(self, id: str, document: bytes, items: bytes) -> None:
+        rewritten = f"UPDATE responses SET (used, size, response, input) = ({NEXT_USE}, ?, ?, ?)"
+        size = len(document) + len(items)
+        self._database.execute(f"{rewritten} WHERE id = ?", (size, document, items, id))
+        self._drop()
+
+    # ── bounds ──
 
     def _usage_of_clients(self) -> dict[bytes, tuple[int, int]]:
         return self._usage("responses WHERE used", "client", "size")
@@ -315,7 +380,7 @@ class ResponseStore(SqliteStore):
                 del usage[client]
             count, size = count - 1, size - freed
 
-    def _size(self, namespace: bytes, id: str) -> int:
+    def size(self, namespace: bytes, id: str) -> int:
         return int(self._row("size", namespace, id)[0])
 
     def _row(self, columns: str, namespace: bytes, id: str) -> tuple[Any, ...]:

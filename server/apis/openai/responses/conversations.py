@@ -1,0 +1,204 @@
+"""`/v1/conversations`: items that are kept, and that the `conversation` of a response continues.
+
+    clients, Responses.store_response → ResponseStore.extend → Responses.parse
+
+Bodies are parsed, and the store is used, in pool threads.
+"""
+
+import math
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, TypeVar
+
+import orjson
+from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.types import Scope
+
+from batching.errors import InvalidInput
+from server.apis.openai.models import ModelGroup
+from server.apis.openai.request_fields import convert, convert_body, limit_lists
+from server.apis.openai.response_schemas import Conversation, Deleted, ItemList
+from server.apis.openai.responses.endpoint import (
+    Page,
+    TooLarge,
+    counter,
+    not_found,
+    owner_from,
+    return_memory,
+)
+from server.apis.openai.responses.items import ITEM_FIELDS, Item, check_ids, to_documents
+from server.apis.openai.responses.request import Metadata
+from server.apis.openai.responses.store import NotStored, ResponseStore, Stored, of_conversations
+from server.apis.openai.sqlite_store import Owner, encode_page, refusing_disk_errors
+from server.http.json import Document, JsonBodyParser, parse_json, to_json
+from server.http.operation import JSON, Operation, OperationRoute, routes_of
+from server.http.request import read_request
+
+MAX_ADDED = 20  # items of one request, as OpenAI has it
+
+Items = list[Annotated[Item, ITEM_FIELDS]]
+T = TypeVar("T")
+
+
+class NewConversation(Struct):
+    items: Annotated[Items, Meta(max_length=MAX_ADDED)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(Struct):
+    metadata: Metadata | None
+
+
+class NewItems(Struct):
+    items: Annotated[Items, Meta(min_length=1, max_length=MAX_ADDED)]
+
+
+@dataclass(eq=False)
+class Conversations:
+    """The endpoints of conversations, each of which belongs to the key that has created it."""
+
+    store: ResponseStore
+    models: ModelGroup
+
+    def __post_init__(self) -> None:
+        self.body_parser = JsonBodyParser()
+
+    def routes(self) -> list[OperationRoute]:
+        whole = self.create, self.retrieve, self.update, self.delete
+        return routes_of(*whole, self.add_items, self.list_items, self.item, self.remove_item)
+
+    @Operation(
+        "POST /v1/conversations",
+        "Create a conversation",
+        Conversation,
+        NewConversation,
+        errors=[404],
+    )
+    async def create(self, request: Request) -> bytes:
+        scope = request.scope
+
+        def create(new: NewConversation) -> bytes:
+            items = self._documents(new.items or [], scope)
+            id = "conv_" + secrets.token_hex(24)
+            content = to_json(Conversation(id, int(time.time()), new.metadata or {}))
+            namespace, client = owner_from(scope)
+            owner = Owner(of_conversations(namespace), client)
+            self.store.put(owner, Stored(orjson.loads(content), items))
+            return content
+
+        return await self._run(request, create, NewConversation)
+
+    @Operation("GET /v1/conversations/{id}", "A conversation", Conversation)
+    async def retrieve(self, request: Request) -> bytes:
+        return await self._run(request, lambda: self.store.response(*self._find(request)))
+
+    @Operation(
+        "POST /v1/conversations/{id}",
+        "Replace the metadata of a conversation",
+        Conversation,
+        ConversationUpdate,
+    )
+    async def update(self, request: Request) -> bytes:
+        def update(new: ConversationUpdate) -> bytes:
+            return self.store.update(*self._find(request), {"metadata": new.metadata or {}})
+
+        return await self._run(request, update, ConversationUpdate)
+
+    @Operation("DELETE /v1/conversations/{id}", "Delete a conversation, not its responses", Deleted)
+    async def delete(self, request: Request) -> Deleted:
+        await self._run(request, lambda: self.store.delete(*self._find(request)))
+        return Deleted(request.path_params["id"], "conversation.deleted", deleted=True)
+
+    @Operation(
+        "POST /v1/conversations/{id}/items", "Add items to a conversation", ItemList, NewItems
+    )
+    async def add_items(self, request: Request) -> bytes:
+        def add(new: NewItems) -> bytes:
+            items = self._documents(new.items, request.scope)
+            max_bytes = request.scope["app"].max_body
+            self.store.extend(*self._find(request, max_bytes), items)
+            return encode_page(ItemList, items, len(items))
+
+        return await self._run(request, add, NewItems)
+
+    @Operation(
+        "GET /v1/conversations/{id}/items", "The items of a conversation", ItemList, query=Page
+    )
+    async def list_items(self, request: Request) -> bytes:
+        page = convert(dict(request.query_params), Page, strict=False)
+        return await self._run(request, lambda: page.encode(self._items(request)))
+
+    @Operation("GET /v1/conversations/{id}/items/{item_id}", "An item", {JSON: {}})
+    async def item(self, request: Request) -> bytes:
+        def find() -> bytes:
+            item_id = request.path_params["item_id"]
+            for item in self._items(request):
+                if item["id"] == item_id:
+                    return orjson.dumps(item)
+            raise NotStored(item_id)
+
+        return await self._run(request, find)
+
+    @Operation(
+        "DELETE /v1/conversations/{id}/items/{item_id}",
+        "Remove an item of a conversation",
+        Conversation,
+    )
+    async def remove_item(self, request: Request) -> bytes:
+        def remove() -> bytes:
+            return self.store.remove_item(*self._find(request), request.path_params["item_id"])
+
+        return await self._run(request, remove)
+
+    def _documents(self, items: Items, scope: Scope) -> list[Document]:
+        """Return items as they are stored; those that are referred to are of stored responses."""
+        count = counter(scope, scope["app"].max_body)
+        look_up = partial(self.store.items, owner_from(scope).namespace, count=count)
+        documents = to_documents(items, look_up, "items")
+        check_ids(documents, (), "items")
+        return documents
+
+    def _items(self, request: Request) -> list[Document]:
+        return self.store.get(*self._find(request)).input
+
+    def _find(self, request: Request, max_bytes: float = math.inf) -> tuple[bytes, str]:
+        """Return the namespace and the id of a conversation. The request is about to hold it: its
+        bytes are counted. Raises NotStored, and TooLarge."""
+        namespace = of_conversations(owner_from(request.scope).namespace)
+        id = request.path_params["id"]
+        counter(request.scope, max_bytes)(self.store.size(namespace, id))
+        return namespace, id
+
+    async def _run(
+        self, request: Request, work: Callable[..., T], kind: type[Struct] | None = None
+    ) -> T:
+        """Call `work` in a pool thread, with the body if it has a kind."""
+        scope = request.scope
+
+        def run(body: bytes = b"") -> T:
+            arguments = []
+            if kind:
+                document = parse_json(body)
+                limit_lists(document, kind, self.models.max_entries)
+                arguments = [convert_body(document, kind, scope)]
+            try:
+                with refusing_disk_errors():
+                    return work(*arguments)
+            except TooLarge as error:
+                raise InvalidInput.at("items", f"the stored items exceed {error}") from None
+            except NotStored as error:
+                is_whole = error.id == request.path_params["id"]
+                where = ("conversation", "id") if is_whole else ("item", "item_id")
+                raise not_found(error.id, *where) from None
+            finally:
+                return_memory(scope)
+
+        if kind is None:
+            return await run_sync(run)
+        _, body, incoming = await read_request(scope, request.receive)
+        return await self.body_parser.run(run, body, incoming.deadlines.first, blocks=True)
