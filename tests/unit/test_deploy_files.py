@@ -127,3 +127,4 @@ def test_grafana_is_provisioned_with_data_source_and_dashboard() -> None:
 @pytest.mark.parametrize("package", ["server", "batching", "worker"])
 def test_the_image_has_all_packages(package: str) -> None:
     assert f"COPY {package} {package}\n" in DOCKERFILE
+    assert " onequeue.py ./\n" in DOCKERFILE
