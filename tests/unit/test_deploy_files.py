@@ -14,7 +14,8 @@ from server.core.metrics import Metrics
 from server.core.settings import Settings
 from server.http.access import OPEN_PATHS
 
-DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
 COMPOSE: Any = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 MANIFESTS: dict[str, Any] = {
     document["kind"]: document
@@ -128,3 +129,18 @@ def test_grafana_is_provisioned_with_data_source_and_dashboard() -> None:
 def test_the_image_has_all_packages(package: str) -> None:
     assert f"COPY {package} {package}\n" in DOCKERFILE
     assert " onequeue.py ./\n" in DOCKERFILE
+
+
+def test_rays_file_names_the_policy_that_counts_inputs() -> None:
+    """The fields that such a file leaves out are Ray's defaults, not those of server/cluster.py."""
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    [text] = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    [application] = yaml.safe_load(text)["applications"]
+    [deployment] = application["deployments"]
+    policy = deployment["autoscaling_config"]["policy"]["policy_function"]
+    source = (ROOT / "server" / "cluster.py").read_text()
+    for path, definition in ((application["import_path"], "{} ="), (policy, "def {}(")):
+        module, name = path.split(":")
+        assert module == "server.cluster"
+        assert f"\n{definition.format(name)}" in source
+    assert f"\nclass {deployment['name']}:" in source
