@@ -6,6 +6,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +107,15 @@ def test_a_failed_check_changes_nothing(
         release("0.2.0")
     assert state(checkout) == "first\n"
     assert not (checkout / "dist").exists()
+
+
+def test_an_edit_during_the_check_is_not_committed(
+    checkout: Path, release: Release, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit = partial((checkout / ".gitignore").write_text, "dist/\nother\n")
+    monkeypatch.setattr(script, "check", lambda wheel, folder: edit())
+    release("0.2.0")
+    assert state(checkout) == "release: set version 0.2.0\nfirst\n M .gitignore\nv0.2.0\n"
 
 
 @pytest.mark.parametrize("version", ["0.2", "v0.2.0", "0.2.0rc1"])
