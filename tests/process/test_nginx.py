@@ -1,7 +1,8 @@
 """Two servers behind nginx, with the configuration of the documents: one drains, one is killed, or
-both are full."""
+both are full. NDJSON is passed on while it is sent."""
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from server.http.request import NDJSON_TYPES
 from tests.serving import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +179,23 @@ def test_a_stream_whose_first_token_takes_longer_than_the_proxy_waits_arrives(
                             os.close(os.open(path + ".held", os.O_WRONLY | os.O_NONBLOCK))
         assert lines[-2] == "data: [DONE]"
         assert "Hello" in "".join(lines)
+
+
+def test_a_line_is_answered_before_the_next_one_is_sent(tmp_path: Path) -> None:
+    with behind_nginx(tmp_path, slots=9) as servers:
+        address = servers.url.removeprefix("http://")
+        for media_type in NDJSON_TYPES:
+            client = http.client.HTTPConnection(address, timeout=60)
+            with contextlib.closing(client):
+                client.putrequest("POST", "/")
+                client.putheader("Content-Type", media_type)
+                client.putheader("Transfer-Encoding", "chunked")
+                client.endheaders(chunk(b'"first"\n'))
+                response = client.getresponse()
+                assert b"first" in response.readline()
+                client.send(chunk(b'"second"\n') + chunk(b""))
+                assert b"second" in response.readline()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)

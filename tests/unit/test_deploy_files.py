@@ -1,38 +1,146 @@
-"""The manifests of docs/deploy: they parse, and their times fit the server's settings."""
+"""The files of docs/deploy: they parse, and agree with each other and with the server on names,
+ports, paths, settings, metrics and times."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+from server.commands.serve import serve_command
+from server.core.metrics import Metrics
+from server.core.settings import Settings
+from server.http.access import OPEN_PATHS
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
+COMPOSE: Any = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+MANIFESTS: dict[str, Any] = {
+    document["kind"]: document
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+}
+POD = MANIFESTS["Deployment"]["spec"]["template"]
+[CONTAINER] = POD["spec"]["containers"]
+ENV = {entry["name"]: entry.get("value") for entry in CONTAINER["env"]}
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+SETTINGS = {spec.name.upper() for spec in fields(Settings)}
+[PORT] = [param.default for param in serve_command().params if param.name == "port"]
 
 
 def test_a_pod_lives_longer_than_its_drain() -> None:
-    documents: list[Any] = [*yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())]
-    deployment, service = documents
-    spec = deployment["spec"]["template"]["spec"]
-    [container] = spec["containers"]
-    env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    drain_s = float(env["DRAIN_DELAY_S"]) + float(env["SHUTDOWN_GRACE_S"])
-    assert drain_s < spec["terminationGracePeriodSeconds"]
-    probe = container["readinessProbe"]
-    assert probe["periodSeconds"] * probe.get("failureThreshold", 3) < float(env["DRAIN_DELAY_S"])
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
+    drain_s = float(ENV["DRAIN_DELAY_S"]) + float(ENV["SHUTDOWN_GRACE_S"])
+    assert drain_s < POD["spec"]["terminationGracePeriodSeconds"]
+    probe = CONTAINER["readinessProbe"]
+    assert probe["periodSeconds"] * probe.get("failureThreshold", 3) < float(ENV["DRAIN_DELAY_S"])
+
+
+def test_a_pod_has_settings_ports_and_paths_of_the_server() -> None:
+    assert ENV.keys() <= SETTINGS
+    [port] = CONTAINER["ports"]
+    assert port["containerPort"] == int(POD["metadata"]["annotations"]["prometheus.io/port"])
+    assert port["containerPort"] == PORT
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = CONTAINER[name]["httpGet"]
+        assert probe["path"] in OPEN_PATHS
+        assert probe["port"] == port["name"]
+    [service_port] = MANIFESTS["Service"]["spec"]["ports"]
+    assert service_port["targetPort"] == port["name"]
+    labels = POD["metadata"]["labels"]
+    assert MANIFESTS["Service"]["spec"]["selector"].items() <= labels.items()
+    assert MANIFESTS["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_pods_keep_weights_and_builds_on_a_claimed_volume() -> None:
+    volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
+    [folder] = re.findall(r"^VOLUME (.*)", DOCKERFILE, re.MULTILINE)
+    claim = volumes[mounts[folder]]["persistentVolumeClaim"]["claimName"]
+    assert claim == MANIFESTS["PersistentVolumeClaim"]["metadata"]["name"]
+    for variable in ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        assert f"{variable}={folder}/" in DOCKERFILE
+
+
+def test_pods_are_added_by_a_metric_that_the_server_exports() -> None:
+    scaler = MANIFESTS["HorizontalPodAutoscaler"]["spec"]
+    target, deployment = scaler["scaleTargetRef"], MANIFESTS["Deployment"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    assert target["apiVersion"] == deployment["apiVersion"]
+    assert "replicas" not in deployment["spec"], "applying it again would undo the autoscaler's"
+    [metric] = [entry["pods"] for entry in scaler["metrics"]]
+    assert metric["target"]["averageValue"] == ENV["MAX_RUNNING"]
+    name = metric["metric"]["name"]
+    assert Metrics(lambda: 3.0).registry.get_sample_value(name) == 3
+    adapter = yaml.safe_load((DEPLOY / "prometheus-adapter.yaml").read_text())
+    [rule] = adapter["rules"]["custom"]
+    assert rule["seriesQuery"].split("{")[0] == name
+
+
+def test_compose_serves_the_model_of_a_variable() -> None:
+    service = COMPOSE["services"]["onequeue"]
+    [model] = service["command"]
+    assert model.startswith("${MODEL:?")
+    assert re.findall(r"^ENTRYPOINT (.*)", DOCKERFILE, re.MULTILINE) == [
+        '["onequeue", "serve", "--host", "0.0.0.0"]'
+    ]
+    assert service["environment"].keys() - {"HF_TOKEN"} <= SETTINGS  # the hub library reads it
+    assert service["ports"] == [f"{PORT}:{PORT}"]
+    assert service["volumes"] == [f"{name}:/cache" for name in COMPOSE["volumes"]]
 
 
 def test_compose_names_files_that_exist() -> None:
-    document: Any = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    build = document["services"]["onequeue"]["build"]
+    build = COMPOSE["services"]["onequeue"]["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
-    assert (DEPLOY / document["configs"]["alerts"]["file"]).is_file()
-    prometheus = yaml.safe_load(document["configs"]["prometheus"]["content"])
+    for config in COMPOSE["configs"].values():
+        assert "content" in config or (DEPLOY / config["file"]).is_file()
+    used = {mount["source"] for s in COMPOSE["services"].values() for mount in s.get("configs", ())}
+    assert used == COMPOSE["configs"].keys()
+
+
+def test_prometheus_scrapes_the_server_of_compose() -> None:
+    prometheus = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])
     [job] = prometheus["scrape_configs"]
     assert job["job_name"] == "onequeue", "the alert rules name it"
+    assert job["static_configs"] == [{"targets": [f"onequeue:{PORT}"]}]
+    targets = {mount["target"] for mount in COMPOSE["services"]["prometheus"]["configs"]}
+    assert {f"/etc/prometheus/{rules}" for rules in prometheus["rule_files"]} <= targets
 
 
-def test_the_image_has_all_packages() -> None:
-    copied = (DEPLOY / "Dockerfile").read_text()
-    for package in ("server", "batching", "worker"):
-        assert f"COPY {package} {package}\n" in copied
+def test_grafana_is_provisioned_with_data_source_and_dashboard() -> None:
+    grafana = COMPOSE["services"]["grafana"]
+    mounts = {mount["source"]: Path(mount["target"]) for mount in grafana["configs"]}
+    provisioning = Path("/etc/grafana/provisioning")
+    assert mounts["datasource"].parent == provisioning / "datasources"
+    assert mounts["dashboards"].parent == provisioning / "dashboards"
+    sources = yaml.safe_load((DEPLOY / "grafana-datasource.yaml").read_text())
+    [source] = sources["datasources"]
+    assert source["type"] == "prometheus"
+    [port] = COMPOSE["services"]["prometheus"]["ports"]
+    assert source["url"] == f"http://prometheus:{port.split(':')[-1]}"
+    providers = yaml.safe_load((DEPLOY / "grafana-dashboards.yaml").read_text())
+    [provider] = providers["providers"]
+    assert Path(provider["options"]["path"]) == mounts["dashboard"].parent
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == str(mounts["dashboard"])
+
+
+@pytest.mark.parametrize("package", ["server", "batching", "worker"])
+def test_the_image_has_all_packages(package: str) -> None:
+    assert f"COPY {package} {package}\n" in DOCKERFILE
+    assert " onequeue.py ./\n" in DOCKERFILE
+
+
+def test_rays_file_names_the_policy_that_counts_inputs() -> None:
+    """The fields that such a file leaves out are Ray's defaults, not those of server/cluster.py."""
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    [text] = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    [application] = yaml.safe_load(text)["applications"]
+    [deployment] = application["deployments"]
+    policy = deployment["autoscaling_config"]["policy"]["policy_function"]
+    source = (ROOT / "server" / "cluster.py").read_text()
+    for path, definition in ((application["import_path"], "{} ="), (policy, "def {}(")):
+        module, name = path.split(":")
+        assert module == "server.cluster"
+        assert f"\n{definition.format(name)}" in source
+    assert f"\nclass {deployment['name']}:" in source
