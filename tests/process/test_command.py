@@ -19,7 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     tree = folder / "tree"
     tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "onequeue.py", "server", "worker", "batching"):
+    for name in ("pyproject.toml", "README.md", "server", "worker", "batching"):
         (tree / name).symlink_to(ROOT / name)
     build = "from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     done = subprocess.run(
@@ -77,38 +77,6 @@ def test_the_installed_command_serves_beside_a_module_of_the_same_name(
         reloader.terminate()  # it stops its child process
         reloader.wait(60)
         assert "<title>" in page.text
-
-
-@pytest.fixture
-def project(installed: Path, environ: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder on PYTHONPATH, and the present one, with packages of the installed names."""
-    for name in ("batching", "server", "worker"):
-        (environ / name).mkdir()
-        (environ / name / "__init__.py").write_text("raise SystemExit('the wrong package')\n")
-    monkeypatch.setenv("PYTHONPATH", f"{environ}:{installed.parents[1]}")
-    return environ
-
-
-@pytest.mark.usefixtures("project")
-def test_the_command_finds_its_packages_beside_a_projects_own(installed: Path) -> None:
-    for command in ([installed], [sys.executable, "-m", "onequeue"]):
-        done = run(*command, "serve", "--help")
-        assert done.returncode == 0, done.stderr
-        assert "--chat-model" in done.stdout
-
-
-def test_uvicorn_serves_beside_a_projects_own_packages(project: Path) -> None:
-    command = [sys.executable, "-m", "uvicorn", "onequeue:app", "--port", "0"]
-    models = {"CHAT_MODEL": "none", "EMBEDDING_MODEL": "none"}
-    with started(["env", "-C", str(project), *command], **models) as (_, port):
-        assert httpx.get(f"http://127.0.0.1:{port}/version").json() == {"version": __version__}
-
-
-def test_a_package_of_the_same_name_that_is_imported_is_an_error(project: Path) -> None:
-    (project / "worker" / "__init__.py").write_text("")
-    done = run(sys.executable, "-c", "import worker, onequeue; onequeue.main()")
-    assert done.returncode == 1
-    assert f"ImportError: the package `worker` of {project}/worker is imported" in done.stderr
 
 
 def test_the_load_test_needs_no_packages() -> None:

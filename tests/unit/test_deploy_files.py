@@ -128,7 +128,6 @@ def test_grafana_is_provisioned_with_data_source_and_dashboard() -> None:
 @pytest.mark.parametrize("package", ["server", "batching", "worker"])
 def test_the_image_has_all_packages(package: str) -> None:
     assert f"COPY {package} {package}\n" in DOCKERFILE
-    assert " onequeue.py ./\n" in DOCKERFILE
 
 
 def test_rays_file_names_the_policy_that_counts_inputs() -> None:

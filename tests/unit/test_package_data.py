@@ -47,11 +47,8 @@ def test_every_import_is_a_requirement() -> None:
     extras = [e for name, e in project["optional-dependencies"].items() if name != "dev"]
     required = {normalized(text) for group in [project["dependencies"], *extras] for text in group}
     required.add("triton")  # torch for GPUs brings it along
-    for path in [
-        ROOT / "onequeue.py",
-        *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py")),
-    ]:
-        for module in imported(path) - {*PACKAGES, "onequeue", *sys.stdlib_module_names}:
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        for module in imported(path) - {*PACKAGES, *sys.stdlib_module_names}:
             names = {normalized(name) for name in distributions.get(module, [module])}
             assert names & required, f"{path.relative_to(ROOT)} imports {module}"
 
