@@ -1,6 +1,12 @@
 """The reference of the API at GET /docs, in a headless Chromium."""
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +14,8 @@ import pytest
 from tests.fake_generator import FakeGenerator
 from tests.page_server import KEY, serving_all
 from tests.serving import Server
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +85,22 @@ def test_the_page_links_to_an_operation_by_its_address(visitor: Any, server: Ser
     visitor.get_by_role("heading", name="Chat and completions").wait_for()
     visitor.goto(server.url + "/docs#post_tokenize")
     visitor.locator("#post_tokenize").get_by_text("Errors").wait_for()
+
+
+class SiteHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_site_has_the_reference_of_all_kinds_of_models(visitor: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/generate_docs.py", "reference", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    site = ThreadingHTTPServer(("127.0.0.1", 0), partial(SiteHandler, directory=tmp_path))
+    threading.Thread(target=site.serve_forever, daemon=True).start()
+    visitor.goto(f"http://127.0.0.1:{site.server_address[1]}/")
+    visitor.get_by_role("heading", name="Audio").wait_for()
+    paths = visitor.locator(".operation summary code").all_inner_texts()
+    site.shutdown()
+    assert {"/v1/chat/completions", "/v1/rerank", "/v1/audio/transcriptions"} < set(paths)
+    assert {"/", "/v1/batches"} < set(paths)
+    assert "generate_docs.py reference .site/reference" in (ROOT / "scripts/docs").read_text()
