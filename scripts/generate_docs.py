@@ -5,6 +5,7 @@ fields.md from the structs of requests.
     generate_docs.py --check          write nothing; a table that is out of date is an error
     generate_docs.py models           fill the table in architectures.md, in some minutes
     generate_docs.py models TYPE …    print that table for some model types
+    generate_docs.py reference FOLDER make a folder of the page at GET /docs and its document
 
 A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. The rest of a page is
 written by hand. For the table of models a tiny random-weight model of each type is loaded as the
@@ -13,6 +14,7 @@ server does, and its greedy output compared with that of `generate` (tests/causa
 
 import json
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,6 +34,8 @@ from server.app import create_app
 from server.core.metrics import Metrics
 from server.core.settings import Settings, load_settings
 from server.http.operation import OperationRoute
+from server.openapi.document import build_document
+from server.web.examples import ASSETS
 
 
 def default_text(default: Any) -> str:
@@ -121,6 +125,18 @@ def request_kinds() -> dict[str, type[msgspec.Struct]]:
     }
 
 
+def write_reference(folder: Path) -> None:
+    """Write the page at GET /docs into a folder that a static server can serve, with the document
+    of a server that serves models of all kinds."""
+    with tempfile.TemporaryDirectory() as batches:
+        models = dict.fromkeys(MODEL_SETTINGS, "demo") | {"RERANK_MODEL": "reranker=owner/name"}
+        app = create_app(load_settings({**models, "BATCH_DIR": batches}))
+    routes = [route for route in app.routes if isinstance(route, OperationRoute)]
+    shutil.copytree(ASSETS, folder / "assets", dirs_exist_ok=True)
+    shutil.copy(ASSETS / "reference.html", folder / "index.html")
+    (folder / "openapi.json").write_text(json.dumps(build_document(True, routes)))
+
+
 def models_table() -> str:
     """Return a line for each mode and reason, with the model types of which it is true."""
     from tests.causal_families import families
@@ -150,6 +166,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "models": (ROOT / "docs" / "architectures.md", models_table),
 }
 GENERATION_PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+MODEL_SETTINGS = "PIPELINE_MODEL", "CHAT_MODEL", "EMBEDDING_MODEL", "TRANSCRIPTION_MODEL"
 MODES = {
     "paged": "paged",
     "own cache": "transformers' cache",
@@ -167,6 +184,8 @@ def filled(name: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["reference"]:
+        return write_reference(Path(sys.argv[2]))
     if sys.argv[1:2] == ["models"] and sys.argv[2:]:
         return print(models_table())
     for name in ["models"] if sys.argv[1:] == ["models"] else ["settings", "metrics", "fields"]:

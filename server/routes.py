@@ -52,7 +52,7 @@ from server.http.health import health, ready, version
 from server.http.operation import TEXT, Operation, OperationRoute, routes_of
 from server.http.upload import Uploads
 from server.openapi.document import openapi_route
-from server.web.page import Assets, IndexPage
+from server.web.page import Assets, IndexPage, ReferencePage
 
 METRICS = Operation("GET /metrics", "Prometheus metrics", {TEXT: {"type": "string"}})
 
@@ -110,7 +110,7 @@ def make_routes(
         order = sorted(texts, key=lambda kind: kind not in ("embedding", "rerank"))
         groups = ModelGroup(*texts.values()), ModelGroup(*(texts[kind] for kind in order))
         routes += tokenizer_routes(settings, worker_client, *groups)
-    routes += routes_of(Assets())
+    routes += routes_of(Assets(), ReferencePage())
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {
             route.path: route.endpoint for route in routes if "POST" in (route.methods or ())

@@ -174,6 +174,6 @@ def network_of(address: str) -> bytes:
 
 
 def is_open(method: str, path: str) -> bool:
-    """Return whether no key is needed: for probes, and for the page, which asks for one itself."""
-    is_page = path == "/" and method in ("GET", "HEAD")
+    """Return whether no key is needed: for probes, and for the pages, which ask for one."""
+    is_page = path in ("/", "/docs") and method in ("GET", "HEAD")
     return is_page or path in OPEN_PATHS or path.startswith("/assets/")

@@ -250,4 +250,4 @@ def _path_hint(path: str, routes: Sequence[Any]) -> str:
     for meant in (path.rstrip("/"), path.removeprefix("/v1"), f"{path}/completions"):
         if meant not in ("", "/", path, "/v1/completions") and is_known(meant):
             return f"the path is {meant}"
-    return "GET /openapi.json lists the routes; a client's base URL ends in /v1"
+    return "GET /docs lists the routes; a client's base URL ends in /v1"

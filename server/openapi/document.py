@@ -2,17 +2,20 @@
 
     routes → their operations (http/operation.py) → paths, and schemas of their structs
 
-Parameters that are not implemented are listed by the struct of a request.
+Parameters that are not implemented are listed by the struct of a request. descriptions.json has the
+meaning of each other field of a request, by its name or by `STRUCT.name`.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 import msgspec
+import orjson
 from msgspec import Struct
 from starlette.requests import Request
 
@@ -23,6 +26,23 @@ from server.http.json import to_json
 from server.http.operation import EVENTS, JSON, NDJSON, Body, Operation, OperationRoute, Schema
 
 COMPONENTS = "#/components"
+DESCRIPTIONS: Mapping[str, str] = orjson.loads(
+    Path(__file__).with_name("descriptions.json").read_bytes()
+)
+# The tag of an operation, by the beginning of its path; "Server" for all others.
+TAGS: Mapping[str, tuple[str, ...]] = {
+    "Chat and completions": ("/v1/chat", "/v1/completions", "/infill", "/apply-template"),
+    "Responses": ("/v1/responses",),
+    "Messages": ("/v1/messages",),
+    "Pipelines": ("/predict",),
+    "Embeddings and vectors": ("/v1/embeddings", "/embed", "/similarity"),
+    "Rerank and score": ("/rerank", "/v1/rerank", "/v2/rerank", "/v1/score", "/score"),
+    "Audio": ("/v1/audio",),
+    "Decisions": ("/v1/decisions", "/v1/systemone"),
+    "Tokens": ("/tokenize", "/detokenize", "/decode"),
+    "Files and batches": ("/v1/files", "/v1/batches"),
+    "Models": ("/models", "/v1/models", "/load_model", "/info", "/v1/load_", "/v1/unload_"),
+}
 LINES = "One line per line of the request: its response, or an error with the number of the line"
 DOCUMENT = Operation("GET /openapi.json", "This document", {JSON: {"type": "object"}})
 ERRORS = {
@@ -81,9 +101,11 @@ def build_document(has_keys: bool, routes: Sequence[OperationRoute]) -> dict[str
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         }
+    used = {_tag(operation.key) for operation in operations}
     return {
         "openapi": "3.1.0",
         "info": {"title": "onequeue", "version": __version__},
+        "tags": [{"name": name} for name in (*TAGS, "Server") if name in used],
         "paths": paths,
         "components": components,
     }
@@ -102,6 +124,7 @@ def _operation_document(
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
     document: dict[str, Any] = {
+        "tags": [_tag(operation.key)],
         "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
         "summary": operation.summary,
         "responses": {"200": {"description": "The response", "content": content}},
@@ -138,6 +161,14 @@ def _operation_document(
     return document
 
 
+def _tag(key: str) -> str:
+    """Return the tag of an operation."""
+    if key == "POST /":
+        return "Pipelines"
+    _, path = key.split()
+    return next((tag for tag, paths in TAGS.items() if path.startswith(paths)), "Server")
+
+
 def _schema(kind: Any) -> Schema:
     """Return a schema as it is, and a struct as a reference to its component."""
     return {"$ref": f"{COMPONENTS}/schemas/{kind.__name__}"} if isinstance(kind, type) else kind
@@ -149,12 +180,17 @@ def _content(body: type[Struct] | Body) -> dict[str, Any]:
     return {media: {"schema": _schema(kind)} for media, kind in by_media.items()}
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+def _schemas(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the schemas of the operations' structs and of those within them, by name."""
     bodies = [(o.error, o.request, o.response, *o.alternatives) for o in operations]
     kinds = [body for body in chain(*bodies) if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"
     _, components = msgspec.json.schema_components(kinds, ref_template=template)
+    for operation in operations:
+        if isinstance(kind := operation.request, type):
+            for name, schema in components[kind.__name__]["properties"].items():
+                by_kind = DESCRIPTIONS.get(f"{kind.__name__}.{name}", DESCRIPTIONS.get(name))
+                schema.setdefault("description", by_kind)
     for kind in kinds:
         for path, accepted in getattr(kind, "unimplemented", {}).items():
             *outer, name = path.split(".")

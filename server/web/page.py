@@ -1,7 +1,8 @@
-"""`GET /`: the page for browsers, curl examples for other clients; `/assets/…`: the page's files.
+"""`GET /`: the page for browsers, curl examples for other clients; `GET /docs`: the reference of
+the API, rendered from /openapi.json; `/assets/…`: the files of both.
 
 No API key and no slot of the queue is needed here: the page asks the user for a key, and the
-endpoints check it. The page's code is in assets/; page.js is its entry point.
+endpoints check it. The code is in assets/; page.js and reference.js are the entry points.
 """
 
 from collections.abc import Mapping
@@ -85,8 +86,17 @@ class IndexPage:
         chats = language is None or language.has_chat_template
         examples = curl_examples(self.settings, address, mask, chats)
         lines = "\n\n".join(f"# {about}\n{command}" for about, command in examples.items())
-        more = f"# Page for browsers: {address}/\n# All endpoints: {address}/openapi.json"
+        more = f"# Page for browsers: {address}/\n# All endpoints: {address}/docs"
         return f"# onequeue {__version__}\n\n{lines}\n\n{more}\n"
+
+
+@Operation("GET /docs", "The reference of the API, for browsers", {HTML: {"type": "string"}})
+class ReferencePage:
+    """`GET /docs`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {**HEADERS, "content-security-policy": CONTENT_SECURITY_POLICY}
+        await send_file(scope, receive, send, "reference.html", headers)
 
 
 @Operation(f"GET {ASSETS_PATH}", "A file of the page", {"*/*": {}})

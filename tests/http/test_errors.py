@@ -92,7 +92,7 @@ def test_an_unknown_path_or_method_names_the_known_ones() -> None:
             assert message("POST", path).endswith(path + meant)
         assert message("GET", "/v1/health").endswith(": the path is /health")
         for path in ("/api", "/v1", "/v1/", "/v1/agents", "/v1/v1", "//"):
-            assert "GET /openapi.json lists the routes" in message("POST", path)
+            assert "GET /docs lists the routes" in message("POST", path)
         expected = "/v1/chat/completions does not take GET, but POST"
         assert message("GET", "/v1/chat/completions") == expected
         assert message("PUT", "/").startswith("/ does not take PUT, but ")

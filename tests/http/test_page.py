@@ -70,11 +70,22 @@ def test_the_page_needs_no_key_and_may_load_its_own_files_only(server: Server) -
         assert httpx.get(f"{server.url}/assets/{path}").status_code == 404
 
 
-def test_the_page_is_one_html_file_and_every_other_file_is_used() -> None:
+def test_the_reference_needs_no_key_and_may_load_its_own_files_only(server: Server) -> None:
+    response = httpx.get(server.url + "/docs")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+    assert "//" not in response.text.replace("<!--", "").replace("-->", "")
+    assert httpx.get(server.url + "/openapi.json").status_code == 401, "the document needs one"
+    for path in re.findall(r'"(assets/[^"]+)"', response.text):
+        assert httpx.get(f"{server.url}/{path}").status_code == 200
+
+
+def test_the_pages_are_two_html_files_and_every_other_file_is_used() -> None:
     files = {path.name: path.read_text() for path in ASSETS.iterdir()}
-    assert [name for name in files if name.endswith(".html")] == ["index.html"]
-    assert sum(map(len, files.values())) < 115_000
-    used, new = set(), {"index.html"}
+    pages = {"index.html", "reference.html"}
+    assert {name for name in files if name.endswith(".html")} == pages
+    assert sum(map(len, files.values())) < 125_000
+    used, new = set(), pages
     while new:
         used |= new
         text = "".join(files[name] for name in new)

@@ -1,8 +1,8 @@
 """Every command in README, CONTRIBUTING and docs/ runs as it is written, or its flags exist.
 
 A fenced block of `bash` or `python` is executed against a server that the documented command
-starts. Blocks with a title are not: "Needs a real model" and "Start" blocks have their flags
-checked.
+starts, unless `<!-- not run -->`, which readers do not see, is on the line above it. The flags of
+such a block are checked.
 """
 
 import os
@@ -23,7 +23,9 @@ from tests.serving import wait_until
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r'^(<!-- not run -->\n)?```(\w+)(?: title="[^"]*")?\n(.*?)^```$', re.DOTALL | re.MULTILINE
+)
 LOCAL = "localhost:8000"
 # Programs that run through pytest's own Python, with the flags that their help lists.
 SCRIPT = re.compile(r"(\./scripts/\S+|\.venv/bin/onequeue \w+)(.*)")
@@ -32,17 +34,16 @@ SCRIPT = re.compile(r"(\./scripts/\S+|\.venv/bin/onequeue \w+)(.*)")
 class Block(NamedTuple):
     page: str
     language: str
-    title: str
+    runs: bool
     text: str
 
 
 BLOCKS = [
-    Block(page.name, *(part or "" for part in match.groups()))
+    Block(page.name, match[2], match[1] is None, match[3])
     for page in PAGES
     for match in FENCE.finditer(page.read_text())
-    if match[1] in ("bash", "python")
+    if match[2] in ("bash", "python")
 ]
-TITLES = {"", "Start", "Needs a real model", "Development"}
 
 
 def named(blocks: list[Block]) -> list[object]:
@@ -53,7 +54,7 @@ def named(blocks: list[Block]) -> list[object]:
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Run the documented start command; yield the port of the server."""
     command = ["./scripts/serve", "demo", "--transcription-model", "demo"]
-    assert any(" ".join(command) in block.text for block in BLOCKS if block.title == "Start")
+    assert any(" ".join(command) in block.text for block in BLOCKS if not block.runs)
     batch_dir = str(tmp_path_factory.mktemp("batches"))
     with started([*command, "--port", "0"], BATCH_DIR=batch_dir) as (_, port):
         wait_until(lambda: httpx.get(f"http://localhost:{port}/ready").status_code == 200)
@@ -74,13 +75,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_titles_are_known() -> None:
-    assert {block.title for block in BLOCKS} == TITLES
+def test_every_block_of_a_page_is_found() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^ *```(?:bash|python)", page.read_text(), re.MULTILINE)
+        assert len(fences) == len([block for block in BLOCKS if block.page == page.name]), page
 
 
 @pytest.mark.skipif(not Path("/usr/bin/curl").exists(), reason="there is no curl")
 @pytest.mark.parametrize(
-    "block", named([entry for entry in BLOCKS if (entry.language, entry.title) == ("bash", "")])
+    "block", named([entry for entry in BLOCKS if entry.language == "bash" and entry.runs])
 )
 def test_a_shell_block_runs(block: Block, port: int, folder: Path) -> None:
     environ = os.environ | {"PATH": f"{folder}/programs:{os.environ['PATH']}"}
@@ -120,7 +123,7 @@ def help_of(command: str) -> str:
 
 @pytest.mark.parametrize(
     "block",
-    named([entry for entry in BLOCKS if entry.title in ("Needs a real model", "Start")]),
+    named([entry for entry in BLOCKS if not entry.runs and entry.page != "CONTRIBUTING.md"]),
 )
 def test_the_flags_of_a_command_that_is_not_run_exist(block: Block) -> None:
     subprocess.run(["bash", "-n", "-c", block.text.replace("<this repository>", "x")], check=True)

@@ -65,6 +65,15 @@ def test_an_installation_to_run_is_not_enough_for_development(checkout: Path) ->
     assert calls(checkout, "dev") == DEV
 
 
+def test_the_documentation_needs_no_packages_of_tests(checkout: Path) -> None:
+    assert calls(checkout, "docs") == ["torch==1", "-e .[docs]"]
+    assert calls(checkout, "docs") == []
+    calls(checkout, "dev")
+    (checkout / ".venv/.installed-docs").unlink()
+    assert calls(checkout, "docs") == []
+    assert "scripts/install docs\n" in (SCRIPTS / "docs").read_text()
+
+
 def test_new_requirements_are_installed(checkout: Path) -> None:
     calls(checkout, "dev")
     (checkout / "pyproject.toml").write_text("[project]")

@@ -18,7 +18,7 @@ from server.apis.openai.request_fields import GenerationRequest, decode
 from server.apis.pipeline.endpoint import pipeline_operation
 from server.http.access import is_open
 from server.http.operation import OperationRoute
-from server.openapi.document import build_document
+from server.openapi.document import DESCRIPTIONS, TAGS, build_document
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
@@ -31,7 +31,7 @@ schemathesis = pytest.importorskip("schemathesis")
 
 ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
 ALWAYS |= {"/metrics", "/debug/queue", "/openapi.json", "/models", "/models/load", "/models/unload"}
-ALWAYS |= {"/load", "/reset", "/reset_prefix_cache"}
+ALWAYS |= {"/load", "/reset", "/reset_prefix_cache", "/docs"}
 KEY = {"Authorization": "Bearer k"}
 
 
@@ -138,6 +138,26 @@ def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:
         assert {"file", "timestamp_granularities[]", "stream"} < set(fields)
         assert "text/vtt" in post["responses"]["200"]["content"]
         fuzz(server, tmp_path, 3, "--include-path-regex=audio")
+
+
+def test_each_field_of_a_request_has_a_description_and_each_path_a_tag(tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {
+        "load_embedder": FakeRunner,
+        "load_reranker": FakeRunner,
+        "load_chat": FakeGenerator,
+    }
+    with serving(FakeRunner, **kinds, ready=False, batch_dir=str(tmp_path)) as server:
+        document = fetch(server)
+        routes = [route for route in server.app.routes if isinstance(route, OperationRoute)]
+    used = set()
+    requests = [route.operation.request for route in routes]
+    for kind in {request for request in requests if isinstance(request, type)}:
+        for name, field in document["components"]["schemas"][kind.__name__]["properties"].items():
+            key = f"{kind.__name__}.{name}"
+            used.add(key if key in DESCRIPTIONS else name)
+            assert field["description"], key
+    assert used >= set(DESCRIPTIONS), "a description of no field"
+    assert {tag["name"] for tag in document["tags"]} == {*TAGS, "Server"} - {"Audio"}
 
 
 def test_document_is_served_before_the_model_is_loaded() -> None:
