@@ -32,7 +32,7 @@ DESCRIPTIONS: Mapping[str, str] = orjson.loads(
 # The tag of an operation, by the beginning of its path; "Server" for all others.
 TAGS: Mapping[str, tuple[str, ...]] = {
     "Chat and completions": ("/v1/chat", "/v1/completions", "/infill", "/apply-template"),
-    "Responses": ("/v1/responses",),
+    "Responses": ("/v1/responses", "/v1/conversations"),
     "Messages": ("/v1/messages",),
     "Pipelines": ("/predict",),
     "Embeddings and vectors": ("/v1/embeddings", "/embed", "/similarity"),
