@@ -6,6 +6,7 @@ download, a program that is not installed, or a start of their own: their syntax
 routes are checked. On the production page the start command runs too.
 """
 
+import base64
 import csv
 import inspect
 import json
@@ -206,6 +207,11 @@ def test_a_guide_runs(page: Path, port: int, programs: Path, tmp_path: Path) -> 
     if page.name == "documents.md":
         chat = json.loads((tmp_path / "page.json").read_bytes())
         assert chat["model"] == PADDLE
+        picture = base64.b64encode((tmp_path / "page.png").read_bytes()).decode()
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+        body = {"model": MINERU, "messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+        url = f"http://localhost:{port}/v1/chat/completions"
+        assert httpx.post(url, json=body).status_code == 200
 
 
 @pytest.mark.real
@@ -331,6 +337,22 @@ def test_the_memory_table_follows_its_formula() -> None:
         cache = [per_token * tokens / 1e9 for tokens in (8_192, 32_768)]
         computed = [billions * 2, billions * INT4_BYTES, *cache]
         assert gigabytes == [f"{size:.1f} GB" for size in computed]
+
+
+@pytest.mark.real
+def test_calibrate_prints_the_numbers_of_the_memory_table() -> None:
+    command = [sys.executable, "-m", "server", "calibrate", checkpoints.smollm2()]
+    done = subprocess.run(
+        [*command, "--p95-ms", "2000", "--seconds", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    page = INSTALL.read_text()
+    for name in ("parameters", "token_bytes"):
+        [number] = re.findall(rf" {name}=(\d+)", done.stderr)
+        assert f"{int(number):,}" in page, done.stderr
 
 
 def test_a_guide_has_two_screens() -> None:
