@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 SERVER = [sys.executable, "-m", "server", "serve", "--no-access-log"]
 DEMO = ROOT / "worker" / "demo"
 INSTALL = ROOT / "docs" / "install.md"
+MIGRATE = ROOT / "docs" / "guides" / "migrate.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 FENCE = re.compile(r"^(<!-- not run -->\n)?```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LOCAL = "localhost:8000"
@@ -48,7 +49,9 @@ ROUTE = re.compile(rf"{LOCAL}(/[\w/]*)")
 MAX_LINES = 110  # about two screens
 STARTS_ITS_SERVER = "production.md"
 # Variables of the environment that other libraries read.
-OTHERS = {"OMP_NUM_THREADS", "HF_TOKEN", "HF_HUB_CACHE", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+OTHERS = {"OMP_NUM_THREADS", "HF_TOKEN", "HF_HOME", "HF_HUB_CACHE"}
+OTHERS |= {"TORCHINDUCTOR_CACHE_DIR", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+OTHER_FLAGS = {"--fail", "--retry", "--gpus"}  # of curl and docker
 
 CHAT, MINERU = "Qwen/Qwen3-0.6B", "opendatalab/MinerU2.5-2509-1.2B"
 PADDLE = "PaddlePaddle/PaddleOCR-VL"
@@ -262,8 +265,7 @@ def test_a_block_that_is_not_run_is_valid(block: Block, port: int) -> None:
     else:
         text = block.text.replace("<this repository>", "x")
         subprocess.run(["bash", "-n", "-c", text], check=True)
-        lines = text.replace("\\\n", " ").splitlines()
-        for line in lines:
+        for line in text.replace("\\\n", " ").splitlines():
             if match := re.match(r"(?:\.venv/bin/)?onequeue (\w+)(.*)", line):
                 check_command(block.page, match[1], shlex.split(match[2]))
         for script in re.findall(r"\./scripts/\w+|docs/deploy/\w+", text):
@@ -301,18 +303,16 @@ def spans(cell: str) -> list[str]:
 def test_the_names_of_a_guide_exist(port: int) -> None:
     """Those of settings, flags and routes, in text and in the columns of this server."""
     settings = {name.upper() for name in Settings.__dataclass_fields__} | OTHERS
-    migrate = next(page for page in GUIDES if page.name == "migrate.md")
     texts = {page: FENCE.sub("", page.read_text()) for page in (*GUIDES, INSTALL)}
     names = [
-        (page, name) for page, text in texts.items() if page != migrate for name in spans(text)
+        (page, name) for page, text in texts.items() if page != MIGRATE for name in spans(text)
     ]
-    names += [(migrate, name) for row in rows(migrate) for name in spans(row[1])]
+    names += [(MIGRATE, name) for row in rows(MIGRATE) for name in spans(row[1])]
     for page, name in names:
         if re.fullmatch(r"--[\w-]+(?: .*)?", name) and page.name != "load-test.md":
-            flag = name.split()[0]
-            assert flag in SERVE or flag in ("--fail", "--retry", "--gpus"), (page.name, name)
+            assert name.split()[0] in SERVE | OTHER_FLAGS, (page.name, name)
         elif re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+(=\S+)?", name):
-            assert name.split("=")[0] in settings | {"HF_HOME", "TORCHINDUCTOR_CACHE_DIR"}, name
+            assert name.split("=")[0] in settings, name
         elif re.fullmatch(r"/[a-z][\w/-]*", name):
             assert name in routes(port), (page.name, name)
     assert len(names) > 150
@@ -321,8 +321,7 @@ def test_the_names_of_a_guide_exist(port: int) -> None:
 def test_the_flags_of_transformers_serve_exist() -> None:
     serve = pytest.importorskip("transformers.cli.serve")
     accepted = set(inspect.signature(serve.Serve.__init__).parameters)
-    text = next(page for page in GUIDES if page.name == "migrate.md").read_text()
-    for line in text.partition("## transformers serve")[2].splitlines():
+    for line in MIGRATE.read_text().partition("## transformers serve")[2].splitlines():
         for flag in re.findall(r"`--([a-z-]+)`", line.split(" | ")[0]):
             assert flag.replace("-", "_") in accepted, flag
 
