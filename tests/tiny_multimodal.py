@@ -276,6 +276,26 @@ def mllama() -> list[Any]:
     return [with_random_vectors(hf.MllamaForConditionalGeneration(config)), images, tokenizer]
 
 
+def paddleocr_vl() -> list[Any]:
+    names = "<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>"
+    tokenizer = new_tokenizer(*names, image=f"{names[0]}{names[2]}{names[1]}")
+    tokenizer._set_model_specific_special_tokens({"image_token": names[2]})  # read by the processor
+    start, end, image = tokenizer.convert_tokens_to_ids(list(names))
+    config = hf.PaddleOCRVLConfig(
+        vision_config={**VISION, "image_size": 64, "spatial_merge_size": 2},
+        text_config={
+            **SMALL, **IDS, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT,
+            "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": {**QWEN_ROPE},
+        },
+        image_token_id=image, vision_start_token_id=start, vision_end_token_id=end,
+    )  # fmt: skip
+    images = hf.PaddleOCRVLImageProcessorPil(
+        patch_size=PATCH, merge_size=2, min_pixels=16 * 16, max_pixels=64 * 64
+    )
+    model = hf.PaddleOCRVLForConditionalGeneration(config)
+    return [with_random_vectors(model), images, tokenizer]
+
+
 UNPAGED = "gemma4-large", "mllama"
 PROCESSORS = {
     "smolvlm": "SmolVLMImageProcessorPil",
@@ -297,4 +317,5 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "gemma4-small": gemma4_small,
     "gemma4-large": gemma4_large,
     "mllama": mllama,
+    "paddleocr-vl": paddleocr_vl,
 }
