@@ -3,8 +3,7 @@
 The architecture decides between Whisper (whisper.py, transcript.py) and CTC (ctc.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,9 +115,12 @@ def new_whisper_engine(
     runner = WhisperRunner(model, vocabulary, max_rows(model))
 
     def open_decoder(payload: TranscriptionInput) -> WhisperDecoder:
-        recording = Recording(payload.path, mel.sampling_rate, options.max_audio_s)
-        with _close_on_error(recording):
-            return WhisperDecoder(payload, LogMelReader(mel, recording), vocabulary, config)
+        with ExitStack() as on_error:
+            recording = Recording(payload.path, mel.sampling_rate, options.max_audio_s)
+            reader = LogMelReader(mel, on_error.enter_context(recording))
+            decoder = WhisperDecoder(payload, reader, vocabulary, config)
+            on_error.pop_all()
+        return decoder
 
     def example() -> WhisperWindow:
         silence = torch.zeros(model.config.num_mel_bins, mel.window_frames)
@@ -144,10 +146,12 @@ def new_ctc_engine(checkpoint: SpeechCheckpoint, options: SpeechOptions) -> Spee
     samples_per_frame = on_worker(lambda: measure_samples_per_frame(extractor, runner))
 
     def open_decoder(payload: TranscriptionInput) -> CtcDecoder:
-        recording = Recording(payload.path, rate, options.max_audio_s)
-        with _close_on_error(recording):
+        with ExitStack() as on_error:
+            recording = on_error.enter_context(Recording(payload.path, rate, options.max_audio_s))
             reader = CtcReader(extractor, samples_per_frame, recording)
-            return CtcDecoder(payload, reader, checkpoint.tokenizer, samples_per_frame / rate)
+            decoder = CtcDecoder(payload, reader, checkpoint.tokenizer, samples_per_frame / rate)
+            on_error.pop_all()
+        return decoder
 
     info = model_info(TASK, options.name, model, model.num_parameters(), "same shape")
     return SpeechEngine(runner, open_decoder, info, lambda: silent_window(extractor, 1))
@@ -166,12 +170,3 @@ def measure_samples_per_frame(extractor: Any, runner: CtcRunner) -> int:
         runner.start([window])
         runner.remove(window)
     return round((long.samples - short.samples) / (len(long.ids) - len(short.ids)))
-
-
-@contextmanager
-def _close_on_error(recording: Recording) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        recording.close()
-        raise
