@@ -4,7 +4,7 @@ The architecture decides between Whisper (whisper.py, transcript.py) and CTC (ct
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,6 @@ class SpeechCheckpoint:
     model: Any  # a PreTrainedModel, whose type lacks the attributes of speech models
     tokenizer: Any
     extractor: Any
-    missing_weights: dict[str, str] = field(default_factory=dict)  # by name
 
 
 def load_speech(
@@ -65,25 +64,20 @@ def load_speech(
     whose weights are shared."""
     start_fork_server()
     with load_errors(options.model, "transcription"):
+        missing: dict[str, str] = {}
         if pipe:
-            checkpoint = SpeechCheckpoint(pipe.model, pipe.tokenizer, pipe.feature_extractor)
+            model, tokenizer, extractor = pipe.model, pipe.tokenizer, pipe.feature_extractor
         else:
-            checkpoint = load_speech_checkpoint(options)
-        model, missing = checkpoint.model, checkpoint.missing_weights
-        engine = new_engine(checkpoint, options)
+            path = checkpoint_path(options.model, "speech")
+            model, tokenizer, missing = load_checkpoint(options, path, auto_class)
+            untyped: Any = AutoFeatureExtractor
+            extractor = untyped.from_pretrained(path, trust_remote_code=False)
+        engine = new_engine(SpeechCheckpoint(model, tokenizer, extractor), options)
         if missing_weights_matter(model, missing, lambda: repr(engine.run_example()).encode()):
             raise LoadingFailed(describe_missing_weights(missing))
     if model.device.type == "cpu" and packs_dtype(model.dtype):
         pack_weights(model, free_bytes(model.device), partial(on_worker, engine.warm_up))
     return engine
-
-
-def load_speech_checkpoint(options: SpeechOptions) -> SpeechCheckpoint:
-    path = checkpoint_path(options.model, "speech")
-    model, tokenizer, missing = load_checkpoint(options, path, auto_class)
-    untyped: Any = AutoFeatureExtractor
-    extractor = untyped.from_pretrained(path, trust_remote_code=False)
-    return SpeechCheckpoint(model, tokenizer, extractor, missing)
 
 
 def auto_class(config: Any) -> Any:
