@@ -83,7 +83,7 @@ def run_halves(
             run_in_halves(part, run, failed, wanted)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, which a library may follow with a long trace;
     its repr if it has no message."""
     lines = str(error).strip().splitlines()

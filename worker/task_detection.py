@@ -10,12 +10,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from batching.errors import OnequeueError
 from worker.checkpoint_files import GGUF
+from worker.error_classification import first_line
+from worker.loader import Job
 from worker.tasks import resolve_task
 
 DEMO_TASK = "fill-mask"
@@ -201,16 +202,10 @@ def download(model: str, name: str) -> Path:
 
 def in_thread(function: Callable[[], T], timeout_s: float) -> T:
     """Return a function's result. Raises TimeoutError; the thread is abandoned then."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # raised by `result`
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="download", daemon=True).start()
-    return result.result(timeout_s)
+    job = Job(function)
+    threading.Thread(target=job.run, name="download", daemon=True).start()
+    result: T = job.result.result(timeout_s)
+    return result
 
 
 def file_sizes(model: str) -> dict[str, int]:
@@ -247,7 +242,7 @@ def load_error(error: BaseException) -> str:
         return "it has no model.safetensors: use a model with safetensors, or convert its weights"
     if "during automatic conversion of the weights" in message:
         return "its weights do not fit its quantization_config or config.json: download it again"
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    return first_line(error)
 
 
 def _hub_error(error: BaseException) -> str:

@@ -271,7 +271,10 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._pin_thread()
+            if cores := self.cores:
+                pin(cores)  # before any computation: OpenMP's threads inherit this thread's cores
+                pinned = ",".join(map(str, sorted(cores.pinned))) or "none"
+                log.info("compute threads=%d pinned=%s %s", cores.threads, pinned, cores.why)
             while self._receive(self._wait_s()):
                 self._run_steps()
                 self._trim_memory()
@@ -290,13 +293,6 @@ class Worker:
                         self._jobs.append(job)
         for job in self._jobs:
             job.result.set_exception(WorkerDown("the worker has ended"))
-
-    def _pin_thread(self) -> None:
-        """Before any computation: OpenMP's threads inherit this thread's cores."""
-        if cores := self.cores:
-            pin(cores)
-            pinned = ",".join(map(str, sorted(cores.pinned))) or "none"
-            log.info("compute threads=%d pinned=%s %s", cores.threads, pinned, cores.why)
 
     def _warm_up(self, model: ServedModel) -> None:
         """Run a new engine's warm-up input; from then on it takes items."""

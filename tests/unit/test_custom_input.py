@@ -269,7 +269,7 @@ def test_calls_of_every_format_have_an_input_of_the_grammar(name: str) -> None:
     assert not matches(grammar, call.replace("Begin Patch", "begin"))
     if arguments.style == "entries":  # the parser reads the same input
         types = {"patch": {"input": {"string"}}}
-        parser = make_call_parser(call_format, "patch", types)
+        parser = make_call_parser(call_format, {"name": "patch"}, types)
         parser.feed(text)
         [part] = parser.close(False)
         assert json.loads(part.arguments) == {"input": PATCH}

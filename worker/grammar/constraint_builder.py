@@ -41,13 +41,6 @@ class ConstraintBuilder:
         """Name the client of the grammars that this thread compiles next."""
         compiling_for.set(client)
 
-    def _reasoning_requested(self, request: GenerationInput) -> bool:
-        """Return whether a response reasons first. Without it, a response with a grammar starts
-        with what the grammar allows."""
-        return isinstance(chat := request.prompt, Chat) and (
-            request.thinking_tokens is not None or self._template.reasoning_requested(chat)
-        )
-
     def build(
         self, request: GenerationInput, output_format: OutputFormat, prefix: str
     ) -> OutputConstraints | None:
@@ -80,9 +73,11 @@ class ConstraintBuilder:
         single = calls is not None and not calls.parallel
         if not (content or call or single or budget is not None):
             return None
+        # without reasoning, a response with a grammar starts with what the grammar allows
         opens = (
             content
-            and self._reasoning_requested(request)
+            and isinstance(chat := request.prompt, Chat)
+            and (request.thinking_tokens is not None or self._template.reasoning_requested(chat))
             and not output_format.ends_reasoning(prefix)
         )
         return OutputConstraints(

@@ -448,7 +448,8 @@ def _sample_kinds(
     found = set(kinds)
     if found <= {Kind.GREEDY}:
         return _argmax(blocks, maxima), None
-    numbers = _row_numbers(rows, kinds, blocks.device)
+    by_row = [_numbers(*pair) for pair in zip(rows, kinds, strict=True)]
+    numbers = to_device(np.array(by_row).T, blocks.device)
     temperature, number, *_, kind = numbers
     weights = None
     if found & {Kind.ANY, Kind.NUCLEUS}:
@@ -470,16 +471,8 @@ def _sample_kinds(
     return tokens, None if too_few is None else too_few & ~is_any
 
 
-def _row_numbers(
-    rows: Sequence[SamplingRow], kinds: Sequence[Kind], device: torch.device
-) -> Tensor:
-    """Return float64 [6, R]: temperature, uniform number, top_p, top_k, min_p and kind."""
-    return to_device(
-        np.array([_numbers(*pair) for pair in zip(rows, kinds, strict=True)]).T, device
-    )
-
-
 def _numbers(row: SamplingRow, kind: Kind) -> tuple[float, ...]:
+    """Return a row's temperature, uniform number, top_p, top_k, min_p and kind."""
     if kind is Kind.GREEDY:
         return 1.0, 0.0, 1.0, 1, 0.0, kind
     params = row.state.params

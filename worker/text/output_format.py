@@ -275,7 +275,7 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         _delimiter,
         (CONTENT,) if calls.undelimited else (CONTENT, REASONING),
         CALL,
-        make_parser=partial(_inferred_call_parser, calls),
+        make_parser=partial(make_call_parser, calls),
     )
     if (start := calls.message_start) and not DELIMITER.match(opens):
         delimiters = [
@@ -307,7 +307,7 @@ def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None
             opening_call = partial(
                 _delimiter,
                 next_phase=CALL,
-                make_parser=partial(_inferred_call_parser, calls),
+                make_parser=partial(make_call_parser, calls),
                 trigger=regex.compile(recipient),
                 known_tool=before != recipient,
             )
@@ -340,12 +340,6 @@ def _flexible_pattern(text: str) -> str:
         for part in re.split(rf"([{INDEX}{ID}{NAME}]|\s+)", text)
         if part
     )
-
-
-def _inferred_call_parser(
-    call_format: ToolCallFormat, groups: dict[str, str], tools: ToolTypes
-) -> ToolCallParser:
-    return make_call_parser(call_format, groups.get("name"), tools)
 
 
 # Used where a model must call a tool and its own format is unknown.

@@ -254,10 +254,11 @@ ToolCallParser = JsonCallParser | BufferedCallParser
 
 
 def make_call_parser(
-    call_format: ToolCallFormat, name: str | None, tools: ToolTypes
+    call_format: ToolCallFormat, groups: Mapping[str, str], tools: ToolTypes
 ) -> ToolCallParser:
-    """Return a parser of calls in this format; of one call's arguments if `name` was read."""
-    arguments = call_format.arguments
+    """Return a parser of calls in this format. `groups`: of the match that opens them; of one
+    call's arguments if that has its `name`."""
+    arguments, name = call_format.arguments, groups.get("name")
     if call_format.any_style:
         return BufferedCallParser(lambda text, cut: _read_any_calls(text, tools, cut))
     if call_format.keys is not None:

@@ -21,7 +21,7 @@ from worker.engines.pipeline.loading import choose_batching, pad, rows_beyond_wi
 from worker.engines.pipeline.packed_attention import Packing
 from worker.engines.pipeline.yield_points import YieldPoints
 from worker.load_context import on_worker
-from worker.messages.protocol import Batching, OtherModels
+from worker.messages.protocol import OtherModels
 from worker.model.check import check
 
 STATES, LOGITS = "last_hidden_state", "logits"
@@ -36,12 +36,8 @@ class SinglePassModel:
     tokenizer: PreTrainedTokenizerBase
     limit: int
     output_name: str
-    batching: Batching = field(init=False)
-    batching_reason: str = field(init=False)
-    packing: Packing | None = field(init=False)
     reads_first_token: bool = field(init=False, default=False)  # the head reads no other
     times: StepTimes = field(init=False, default_factory=StepTimes)
-    yield_points: YieldPoints = field(init=False)
 
     def __post_init__(self) -> None:
         self.per_text = self.output_name == LOGITS

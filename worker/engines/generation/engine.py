@@ -432,14 +432,11 @@ class GenerationEngine:
     def _next_drafts_wait(self, chunks: abc.Sequence[Chunk]) -> bool:
         """Return whether the next drafts of most sequences need the tokens of this step. Fewer
         ones go without drafts: the others do not wait for them."""
-        sampling = [chunk for chunk in chunks if chunk.to_sample]
-        return 2 * sum(map(self._next_draft_waits, sampling)) > len(sampling)
-
-    def _next_draft_waits(self, chunk: Chunk) -> bool:
-        output = self._outputs[chunk.sequence]
-        if not (self._speculation and isinstance(output, SequenceOutput)):
+        if (speculation := self._speculation) is None:
             return False
-        return self._speculation.waits_for(chunk, output)
+        sampling = [(chunk, self._outputs[chunk.sequence]) for chunk in chunks if chunk.to_sample]
+        waits = (isinstance(o, SequenceOutput) and speculation.waits_for(c, o) for c, o in sampling)
+        return 2 * sum(waits) > len(sampling)
 
     # ── results ──
 

@@ -41,17 +41,6 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     """Return the engine of a loaded model. Raises LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
     language.extend_context(options.max_model_len)
-    engine = _load_engine(language, options)
-    if language.context > (original := language.rotary.original):
-        log.warning(
-            "rotary factors are those of %d tokens: up to %d tokens, outputs differ from those "
-            "of generate, unless MAX_MODEL_LEN=%d",
-            language.context, original, original,
-        )  # fmt: skip
-    return engine
-
-
-def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
     language.template_defaults = json.loads(options.chat_template_kwargs)
     language.reasoning, language.default_seed = options.reasoning, options.default_seed
     language.decision_config = load_decision_config(options.decision_config, language.folder)
@@ -87,8 +76,16 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
             runner = MultimodalCachedRunner(language, length, preprocessor.processor)
         else:
             runner = CachedRunner(language, length)
-        return cached_engine(runner, options, str(error), preprocessor)
-    return paged_engine(runner, options, preprocessor)
+        engine = cached_engine(runner, options, str(error), preprocessor)
+    else:
+        engine = paged_engine(runner, options, preprocessor)
+    if language.context > (original := language.rotary.original):
+        log.warning(
+            "rotary factors are those of %d tokens: up to %d tokens, outputs differ from those "
+            "of generate, unless MAX_MODEL_LEN=%d",
+            language.context, original, original,
+        )  # fmt: skip
+    return engine
 
 
 def load_image_preprocessor(language: LanguageModel, max_pixels: int) -> ImagePreprocessor | None:

@@ -13,7 +13,7 @@ import copy
 import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -181,25 +181,26 @@ class PipelineRunner:
         max_tokens = self.limit
         if self.generates and truncates(parameters):
             max_tokens = max(1, max_tokens - reserved_tokens(pipe, forward, max_tokens))
-        truncated: AbstractContextManager[None] = nullcontext()
+        tokenizer, chunks = pipe.tokenizer, list[Any]()
         if truncation is not None:
-            truncated = truncating(pipe, truncation, max_tokens)
-        with truncated:
-            try:
-                output: Any
-                if isinstance(pipe, ZeroShotClassificationPipeline):
-                    output = tokenize_pairs(pipe, inputs, **preprocess)
-                else:
-                    output = pipe.preprocess(inputs, **preprocess)
-            except PipelineException as error:
-                if not (self.fills_masks and truncates(parameters)):
-                    raise
-                message = f"the first {max_tokens} tokens have no {pipe.tokenizer.mask_token}"
-                raise InvalidInput(f"{message}: the rest is truncated", "inputs") from error
-            if isinstance(pipe, ChunkPipeline):
-                chunks = list(share_equal_tensors(output) if self.task.kind == "json" else output)
+            pipe.tokenizer = TruncatingTokenizer(tokenizer, truncation, max_tokens)
+        try:
+            output: Any
+            if isinstance(pipe, ZeroShotClassificationPipeline):
+                output = tokenize_pairs(pipe, inputs, **preprocess)
             else:
-                chunks = [output]
+                output = pipe.preprocess(inputs, **preprocess)
+            if isinstance(pipe, ChunkPipeline):
+                chunks += share_equal_tensors(output) if self.task.kind == "json" else output
+            else:
+                chunks.append(output)
+        except PipelineException as error:
+            if not (self.fills_masks and truncates(parameters)):
+                raise
+            message = f"the first {max_tokens} tokens have no {tokenizer.mask_token}"
+            raise InvalidInput(f"{message}: the rest is truncated", "inputs") from error
+        finally:
+            pipe.tokenizer = tokenizer
         prepared = PreparedInput(chunks, forward, postprocess)
         hint = limits.TRUNCATION_HINT if self.task.kind == "text" else ""
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, hint)
@@ -327,17 +328,6 @@ def copy_pipeline(pipe: Pipe) -> Pipe:
 
 
 # ── `parameters.truncation`, also where a pipeline sets none ──
-
-
-@contextmanager
-def truncating(pipe: Pipe, truncation: bool | str, max_tokens: int) -> Iterator[None]:
-    """Let a replica's tokenizer truncate to at most `max_tokens`."""
-    tokenizer = pipe.tokenizer
-    pipe.tokenizer = TruncatingTokenizer(tokenizer, truncation, max_tokens)
-    try:
-        yield
-    finally:
-        pipe.tokenizer = tokenizer
 
 
 class TruncatingTokenizer:

@@ -291,14 +291,11 @@ class SpeechEngine(Generic[W]):
     # ── failures and results ──
 
     def _run(self, run: Callable[[Sequence[W]], None], windows: list[W]) -> None:
-        run_in_halves(windows, run, self._fail_windows, self._is_running)
+        def failed(windows: Sequence[W], failure: OnequeueError) -> None:
+            if len(windows) == 1:
+                self._fail(_item(windows[0]), failure)
 
-    def _is_running(self, window: W) -> bool:
-        return window.item not in self._done
-
-    def _fail_windows(self, windows: Sequence[W], failure: OnequeueError) -> None:
-        if len(windows) == 1:
-            self._fail(_item(windows[0]), failure)
+        run_in_halves(windows, run, failed, lambda window: window.item not in self._done)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
         """Drop an item whose own work raised."""

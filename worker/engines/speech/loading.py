@@ -3,9 +3,8 @@
 The architecture decides between Whisper (whisper.py, transcript.py) and CTC (ctc.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,6 @@ class SpeechCheckpoint:
     model: Any  # a PreTrainedModel, whose type lacks the attributes of speech models
     tokenizer: Any
     extractor: Any
-    missing_weights: dict[str, str] = field(default_factory=dict)  # by name
 
 
 def load_speech(
@@ -66,25 +64,20 @@ def load_speech(
     whose weights are shared."""
     start_fork_server()
     with load_errors(options.model, "transcription"):
+        missing: dict[str, str] = {}
         if pipe:
-            checkpoint = SpeechCheckpoint(pipe.model, pipe.tokenizer, pipe.feature_extractor)
+            model, tokenizer, extractor = pipe.model, pipe.tokenizer, pipe.feature_extractor
         else:
-            checkpoint = load_speech_checkpoint(options)
-        model, missing = checkpoint.model, checkpoint.missing_weights
-        engine = new_engine(checkpoint, options)
+            path = checkpoint_path(options.model, "speech")
+            model, tokenizer, missing = load_checkpoint(options, path, auto_class)
+            untyped: Any = AutoFeatureExtractor
+            extractor = untyped.from_pretrained(path, trust_remote_code=False)
+        engine = new_engine(SpeechCheckpoint(model, tokenizer, extractor), options)
         if missing_weights_matter(model, missing, lambda: repr(engine.run_example()).encode()):
             raise LoadingFailed(describe_missing_weights(missing))
     if model.device.type == "cpu" and packs_dtype(model.dtype):
         pack_weights(model, free_bytes(model.device), partial(on_worker, engine.warm_up))
     return engine
-
-
-def load_speech_checkpoint(options: SpeechOptions) -> SpeechCheckpoint:
-    path = checkpoint_path(options.model, "speech")
-    model, tokenizer, missing = load_checkpoint(options, path, auto_class)
-    untyped: Any = AutoFeatureExtractor
-    extractor = untyped.from_pretrained(path, trust_remote_code=False)
-    return SpeechCheckpoint(model, tokenizer, extractor, missing)
 
 
 def auto_class(config: Any) -> Any:
@@ -116,9 +109,12 @@ def new_whisper_engine(
     runner = WhisperRunner(model, vocabulary, max_rows(model))
 
     def open_decoder(payload: TranscriptionInput) -> WhisperDecoder:
-        recording = Recording(payload.path, mel.sampling_rate, options.max_audio_s)
-        with _close_on_error(recording):
-            return WhisperDecoder(payload, LogMelReader(mel, recording), vocabulary, config)
+        with ExitStack() as on_error:
+            recording = Recording(payload.path, mel.sampling_rate, options.max_audio_s)
+            reader = LogMelReader(mel, on_error.enter_context(recording))
+            decoder = WhisperDecoder(payload, reader, vocabulary, config)
+            on_error.pop_all()
+        return decoder
 
     def example() -> WhisperWindow:
         silence = torch.zeros(model.config.num_mel_bins, mel.window_frames)
@@ -144,10 +140,12 @@ def new_ctc_engine(checkpoint: SpeechCheckpoint, options: SpeechOptions) -> Spee
     samples_per_frame = on_worker(lambda: measure_samples_per_frame(extractor, runner))
 
     def open_decoder(payload: TranscriptionInput) -> CtcDecoder:
-        recording = Recording(payload.path, rate, options.max_audio_s)
-        with _close_on_error(recording):
+        with ExitStack() as on_error:
+            recording = on_error.enter_context(Recording(payload.path, rate, options.max_audio_s))
             reader = CtcReader(extractor, samples_per_frame, recording)
-            return CtcDecoder(payload, reader, checkpoint.tokenizer, samples_per_frame / rate)
+            decoder = CtcDecoder(payload, reader, checkpoint.tokenizer, samples_per_frame / rate)
+            on_error.pop_all()
+        return decoder
 
     info = model_info(TASK, options.name, model, model.num_parameters(), "same shape")
     return SpeechEngine(runner, open_decoder, info, lambda: silent_window(extractor, 1))
@@ -166,12 +164,3 @@ def measure_samples_per_frame(extractor: Any, runner: CtcRunner) -> int:
         runner.start([window])
         runner.remove(window)
     return round((long.samples - short.samples) / (len(long.ids) - len(short.ids)))
-
-
-@contextmanager
-def _close_on_error(recording: Recording) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        recording.close()
-        raise

@@ -342,7 +342,8 @@ class ChatTemplate:
 
     def _apply(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
         apply: Any = self._tokenizer.apply_chat_template
-        messages = self._with_parts(messages)
+        if self._wants_parts:
+            messages = [_as_parts(message) for message in messages]
         options = {"tokenize": False, **variables}
         try:
             text = apply(messages, tools=list(tools) or None, **options)
@@ -360,9 +361,6 @@ class ChatTemplate:
         forbids: some templates show calls only so."""
         with lenient():  # copies, since the template may change them
             return self.try_render(*copy.deepcopy((messages, tools)), **variables)
-
-    def _with_parts(self, messages: list[Message]) -> list[Message]:
-        return [_as_parts(message) for message in messages] if self._wants_parts else messages
 
     def _find_reserved_names(self) -> set[str]:
         """Return the names that `chat_template_kwargs` may not set: parameters of the functions on
