@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
@@ -13,8 +13,8 @@ from server.apis.openai.request_fields import decode
 from server.apis.pipeline.endpoint import PipelineInputParser, PipelineRequest
 from server.core.worker_client import IncomingRequest
 from server.http.json import Document, JsonBodyParser, to_json
-from server.http.ndjson import LineStream, LineWork
-from server.http.request import count_failure, is_ndjson, read_request, send_json
+from server.http.ndjson import LineWork
+from server.http.request import count_failure, send_json
 from worker.messages.decisions import DecisionInput
 from worker.messages.protocol import PipelineInput
 
@@ -23,19 +23,12 @@ ParsedDecision = tuple[SystemOneRequest, DecisionInput]
 
 @dataclass(eq=False)
 class DecisionPipelineEndpoint:
-    """An ASGI app for `POST /` with the task decision, by a language model."""
+    """`POST /` with the task decision, by a language model."""
 
     parser: PipelineInputParser
     decisions: DecisionEndpoint
     model: str
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.parser.check_query(scope)
-        if is_ndjson(scope):
-            return await LineStream(scope, receive, send, self).run()
-        media, body, incoming = await read_request(scope, receive)
-        await self.respond(incoming, send, body, media)
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
         scope = incoming.scope

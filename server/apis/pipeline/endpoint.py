@@ -33,7 +33,7 @@ from server.http.json import (
     parse_value,
     to_json,
 )
-from server.http.ndjson import LineStream, LineWork, check_joined_lines
+from server.http.ndjson import LineEndpoint, LineStream, LineWork, check_joined_lines
 from server.http.operation import FORM as MULTIPART
 from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
@@ -111,10 +111,10 @@ def _pipeline_form(task: Task) -> Schema:
     return {"type": "object", "properties": fields, "required": required, "oneOf": one}
 
 
-class ModelEndpoint(Protocol):
+class ModelEndpoint(LineEndpoint[Any], Protocol):
     """Serves the bodies for one model."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+    parser: "PipelineInputParser"
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
         """Send the response to a whole body that is no NDJSON."""
@@ -138,7 +138,12 @@ class PipelineModels(BodyEndpoint[tuple[ModelEndpoint, bytes]]):
         return self.first if name is None else self.endpoints[self.models.find(str(name))]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.find(named_in(scope))(scope, receive, send)
+        endpoint = self.find(named_in(scope))
+        endpoint.parser.check_query(scope)
+        if is_ndjson(scope):
+            return await LineStream(scope, receive, send, endpoint).run()
+        media, body, incoming = await read_request(scope, receive)
+        await endpoint.respond(incoming, send, body, media)
 
     def parse(self, body: bytes, scope: Scope) -> tuple[ModelEndpoint, bytes]:
         if len(self.endpoints) == 1:
@@ -317,20 +322,12 @@ class PipelineInputParser:
 
 @dataclass(eq=False)
 class PipelineEndpoint:
-    """An ASGI app for `POST /` of one model, the server's hot path. `model`: its name in the
-    registry."""
+    """`POST /` of one model, the server's hot path. `model`: its name in the registry."""
 
     parser: PipelineInputParser
     worker_client: WorkerClient
     model: str
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.parser.check_query(scope)
-        if is_ndjson(scope):
-            return await LineStream(scope, receive, send, self).run()
-        media, body, incoming = await read_request(scope, receive)
-        await self.respond(incoming, send, body, media)
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
         parser, scope, deadline = self.parser, incoming.scope, incoming.deadlines.first
