@@ -4,7 +4,6 @@ upload (http/upload.py) → store.py → content, in pieces, at the client's pac
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from anyio import CapacityLimiter
@@ -22,7 +21,7 @@ from server.apis.openai.sqlite_store import ListPage, encode_page, in_store, sto
 from server.http.form import FILE, Form
 from server.http.json import Document
 from server.http.operation import FORM, Operation, OperationRoute, routes_of
-from server.http.request import SEND_BYTES, send_at_pace, send_json
+from server.http.request import SEND_BYTES, send_at_pace
 from server.http.upload import Uploads
 
 MAX_FILE_MB = 200
@@ -57,13 +56,43 @@ def namespace_of(scope: Scope) -> bytes:
     return storage_namespace(scope["context"].key.id)
 
 
-@dataclass(eq=False)
+def file_form() -> Document:
+    """Return the JSON schema of an upload."""
+    content = {"type": "string", "format": "binary", "description": "JSONL, with a file name"}
+    seconds = {"type": "integer", "minimum": MIN_KEPT_S, "maximum": KEPT_S}
+    fields = {
+        FILE: content,
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": seconds,
+    }
+    return {"type": "object", "required": [FILE, "purpose"], "properties": fields}
+
+
 class FileEndpoints:
-    store: BatchStore
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+        self.uploads = Uploads(MAX_FILE_MB, str(store.uploads))
 
     def routes(self) -> list[OperationRoute]:
-        upload, content = FileUpload(self.store), FileContent(self.store)
-        return routes_of(upload, self.list_files, self.retrieve_or_delete, content)
+        others = self.list_files, self.retrieve_or_delete, FileContent(self.store)
+        return routes_of(self.upload, *others)
+
+    @Operation(
+        "POST /v1/files", "Upload the input file of a batch", FileObject, {FORM: file_form()}
+    )
+    async def upload(self, request: Request) -> FileObject:
+        async with self.uploads.form(request.scope, request.receive) as (form, _):
+            fields = form_fields(form)
+            kept_s = fields.expires_after.seconds if fields.expires_after else KEPT_S
+            namespace, size = namespace_of(request.scope), form.file_bytes
+
+            def add() -> FileObject:
+                return form.pass_on(
+                    lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
+                )
+
+            return await in_store(add)
 
     @Operation("GET /v1/files", "The files of the key", FileList, query=FilePage)
     async def list_files(self, request: Request) -> bytes:
@@ -85,42 +114,6 @@ class FileEndpoints:
             await in_store(self.store.delete_file, namespace, id)
             return Deleted(id, "file", deleted=True)
         return await in_store(self.store.file, namespace, id)
-
-
-def file_form() -> Document:
-    """Return the JSON schema of an upload."""
-    content = {"type": "string", "format": "binary", "description": "JSONL, with a file name"}
-    seconds = {"type": "integer", "minimum": MIN_KEPT_S, "maximum": KEPT_S}
-    fields = {
-        FILE: content,
-        "purpose": {"enum": ["batch"]},
-        "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": seconds,
-    }
-    return {"type": "object", "required": [FILE, "purpose"], "properties": fields}
-
-
-@Operation("POST /v1/files", "Upload the input file of a batch", FileObject, {FORM: file_form()})
-class FileUpload:
-    """An ASGI app that stores the file of a form."""
-
-    def __init__(self, store: BatchStore) -> None:
-        self.store = store
-        self.uploads = Uploads(MAX_FILE_MB, str(store.uploads))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.uploads.form(scope, receive) as (form, _):
-            fields = form_fields(form)
-            kept_s = fields.expires_after.seconds if fields.expires_after else KEPT_S
-            namespace, size = namespace_of(scope), form.file_bytes
-
-            def add() -> FileObject:
-                return form.pass_on(
-                    lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
-                )
-
-            file = await in_store(add)
-        await send_json(send, file)
 
 
 def form_fields(form: Form) -> FileFields:
