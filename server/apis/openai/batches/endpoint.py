@@ -13,7 +13,7 @@ from server.apis.openai.batches.store import KEPT_S
 from server.apis.openai.request_fields import convert, convert_body
 from server.apis.openai.response_schemas import BatchJob, BatchList
 from server.apis.openai.responses.request import Metadata
-from server.apis.openai.sqlite_store import ListPage, encode_page, in_store
+from server.apis.openai.sqlite_store import ListPage, in_store
 from server.http.access import address_of
 from server.http.errors import SETTING_FOR_PATH
 from server.http.json import JsonBodyParser, parse_json, to_json
@@ -97,13 +97,7 @@ class Batches:
     async def list_batches(self, request: Request) -> bytes:
         query = convert(dict(request.query_params), BatchPage, strict=False)
         page = ListPage(query.after, query.limit, True)
-        namespace = namespace_of(request.scope)
-
-        def read() -> bytes:
-            jobs = self.store.list_batches(namespace, page)
-            return encode_page(BatchList, jobs, page.limit)
-
-        return await in_store(read)
+        return await in_store(self.store.list_batches, namespace_of(request.scope), page)
 
     @Operation("GET /v1/batches/{id}", "A batch", BatchJob)
     async def retrieve(self, request: Request) -> bytes:

@@ -17,7 +17,7 @@ from server.apis.openai.batches.store import KEPT_S, BatchStore
 from server.apis.openai.images import raise_when_gone
 from server.apis.openai.request_fields import convert
 from server.apis.openai.response_schemas import Deleted, FileList, FileObject
-from server.apis.openai.sqlite_store import ListPage, encode_page, in_store, storage_namespace
+from server.apis.openai.sqlite_store import ListPage, in_store, storage_namespace
 from server.http.form import FILE, Form
 from server.http.json import Document
 from server.http.operation import FORM, Operation, OperationRoute, routes_of
@@ -99,12 +99,7 @@ class FileEndpoints:
         query = convert(dict(request.query_params), FilePage, strict=False)
         page = ListPage(query.after, query.limit, query.order == "desc")
         namespace = namespace_of(request.scope)
-
-        def read() -> bytes:
-            files = self.store.list_files(namespace, page, query.purpose)
-            return encode_page(FileList, files, page.limit)
-
-        return await in_store(read)
+        return await in_store(self.store.list_files, namespace, page, query.purpose)
 
     @Operation("GET /v1/files/{id}", "A file", FileObject)
     @Operation("DELETE /v1/files/{id}", "Delete a file", Deleted, errors=[400])
