@@ -218,17 +218,14 @@ class WorkerClient:
             return errors.WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
-        if not self.worker.started and not self.is_ready(name):
-            return errors.NotReady(f"the model is {state}", 5)
+        if not self.worker.started:
+            models = [self.models[name]] if name else self.models.values()
+            if all(model.state != "ready" for model in models):
+                return errors.NotReady(f"the model is {state}", 5)
         if name and (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
             return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return self.manager.refusal(name) if name else None
-
-    def is_ready(self, name: str | None) -> bool:
-        """Return whether a model takes items; without a name, whether one of them does."""
-        models = [self.models[name]] if name else self.models.values()
-        return any(model.state == "ready" for model in models)
 
     def submit(
         self,
