@@ -19,7 +19,7 @@ from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFul
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import Chat, GenerationInput, ImageInput
+from worker.messages.generation import Chat, ImageInput
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
@@ -56,30 +56,13 @@ class ImageLoader:
     fetcher: Fetcher
     fetching: int = 0
 
-    async def load(
-        self,
-        incoming: IncomingRequest,
-        inputs: Sequence[GenerationInput],
-        model: TextModel | TextModelInfo,
-    ) -> list[GenerationInput]:
-        """Return the inputs with the bytes of all images.
+    async def load(self, incoming: IncomingRequest, chat: Chat) -> Chat:
+        """Return the chat with the bytes of its links; a disconnect or a failure cancels all.
 
-        Raises InvalidInput for an image that cannot be fetched or used, QueueFull,
-        DeadlineExceeded or ClientGone.
-        """
-        loaded = []
-        for generation_input in inputs:
-            chat = generation_input.prompt
-            if isinstance(chat, Chat) and chat.images:
-                check_images(chat, model)
-                if any(image.link for image in chat.images):
-                    chat = await self._fetch_all(incoming, chat)
-                generation_input = replace(generation_input, prompt=chat)
-            loaded.append(generation_input)
-        return loaded
-
-    async def _fetch_all(self, incoming: IncomingRequest, chat: Chat) -> Chat:
-        """Return the chat with the bytes of its links; a disconnect or a failure cancels all."""
+        Raises InvalidInput for an image that cannot be fetched, QueueFull, DeadlineExceeded or
+        ClientGone."""
+        if not any(image.link for image in chat.images):
+            return chat
         scope, queue = incoming.scope, self.worker_client.queue
         if self.fetching >= queue.capacity or not queue.has_room(scope["context"]):
             taken = f"{queue.pending + self.fetching} of {queue.capacity} slots are in use"
