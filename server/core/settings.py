@@ -30,6 +30,7 @@ SHORT_NAME = 7
 SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
 ADAPTER = re.compile(rf"({SERVED_NAME.pattern})=([^;]+?)(?:;base=([^;]+))?", re.ASCII)
 OUTSIDE_BRACES = r"(?![^{}]*})"  # follows a separator that is not in the JSON of an option
+KEYS = ("[!-~]+", "keys of ASCII characters without spaces, as a header can carry")
 ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
@@ -236,22 +237,18 @@ class Settings:
         10.0, "maximum size of the files in it, in GB; a key's at most half", minimum=0.000001
     )
     api_keys: tuple[str, ...] = setting(
-        (),
-        "comma-separated keys; empty: no key is needed",
-        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        (), "comma-separated keys; empty: no key is needed", part=KEYS
     )
     admin_keys: tuple[str, ...] = setting(
         (),
         "comma-separated keys that may load and unload models, and all that other keys may",
-        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        part=KEYS,
     )
     api_keys_file: str = setting(
         "none", "TOML file of hashed keys with their classes, shares and limits"
     )
     metrics_keys: tuple[str, ...] = setting(
-        (),
-        "comma-separated keys that GET /metrics needs; empty: no key is needed",
-        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        (), "comma-separated keys that GET /metrics needs; empty: no key is needed", part=KEYS
     )
     model_control: bool = setting(
         False, "let clients load and unload models, where no keys are set"
