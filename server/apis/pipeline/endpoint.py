@@ -33,7 +33,7 @@ from server.http.json import (
     parse_value,
     to_json,
 )
-from server.http.ndjson import LineEndpoint, LineStream, LineWork, check_joined_lines
+from server.http.ndjson import LineEndpoint, LineStream, check_joined_lines
 from server.http.operation import FORM as MULTIPART
 from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
@@ -385,10 +385,6 @@ class PipelineEndpoint:
         return self.parser.read_document(
             {"inputs": value} if isinstance(value, str) else value, scope
         )
-
-    def submit_line(self, request: PipelineRequest, incoming: IncomingRequest) -> LineWork:
-        work = self.submit(incoming, request)
-        return LineWork(work, partial(self.content, incoming.scope, request, work))
 
 
 def locate_in_list(error: InvalidInput, n: int) -> None:
