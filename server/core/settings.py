@@ -401,25 +401,22 @@ def parse_model(setting: str, entry: str) -> ModelReference:
     if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_local(path))):
         name = Path(path).expanduser().resolve().name
     values: dict[str, Any] = {}
-    given: set[str] = set()
-    pin = False
     for option in filter(None, options.split(";")):
         key, _, raw = (part.strip() for part in option.partition("="))
         where = f"{setting.upper()}={entry!r}"
-        if key in given:
+        if key in values:
             raise SettingsError(f"{where}: {key!r} is given twice")
-        given.add(key)
         if key == "pin":
-            pin = _parse_option(where, key, "debug", raw or "on")
+            values[key] = _parse_option(where, key, "debug", raw or "on")
             continue
         accepted = [name for name, (_, kinds) in OPTIONS.items() if not kinds or setting in kinds]
         if key not in accepted:
             known = ", ".join([*accepted, "pin"])
             raise SettingsError(f"{where}: {key!r} is no option of this setting, only {known}")
-        field_name, _ = OPTIONS[key]
-        values[field_name] = _parse_option(where, key, field_name, raw)
-    options_given = tuple(values.items())
-    return ModelReference(entry, name or path, path, is_named, options_given, pin)
+        values[key] = _parse_option(where, key, OPTIONS[key][0], raw)
+    pin = values.pop("pin", False)
+    own = tuple((OPTIONS[key][0], value) for key, value in values.items())
+    return ModelReference(entry, name or path, path, is_named, own, pin)
 
 
 def _parse_option(where: str, key: str, field_name: str, raw: str) -> Any:
