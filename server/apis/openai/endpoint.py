@@ -62,9 +62,9 @@ class ResponseBuilder(ABC, Generic[D]):
     def add(self, delta: D) -> Iterator[bytes]:
         """Yield the events of a delta."""
 
-    @abstractmethod
     def finish(self) -> Iterator[bytes]:
         """Yield the events after those of the last delta."""
+        return iter(())
 
     def fail(self, error: HttpError) -> Iterator[bytes]:
         """Yield the events of a failure after the start."""
