@@ -135,7 +135,7 @@ class WorkerClient:
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.decode = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
-        self.manager = ModelManager(worker, queue, self._on_change, model_idle_s, load_timeout_s)
+        self.manager = ModelManager(worker, queue, metrics, model_idle_s, load_timeout_s)
 
     def start(self) -> None:
         self.started = True
@@ -342,7 +342,8 @@ class WorkerClient:
         log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
     def on_loaded(self, model: ServedModel) -> None:
-        self._on_change(model, "loaded")
+        assert model.info, "the load has set it"
+        self.metrics.on_loaded(model.name, model.info)
         for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
             if not thread.ident:  # after torch was imported: each limits itself to one core
                 thread.start()
@@ -357,14 +358,6 @@ class WorkerClient:
             self._abandon("the worker has died")
             if error and not self.loaded.done():
                 self.loaded.set_exception(error)
-
-    def _on_change(self, model: ServedModel, change: str) -> None:
-        if change == "loaded" and model.info:
-            self.metrics.on_loaded(model.name, model.info)
-        elif change == "failed":
-            self.metrics.loads.labels(model.name, "failed").inc()
-        else:
-            self.metrics.on_unloaded(model.name)
 
     # ── a stuck worker ──
 
