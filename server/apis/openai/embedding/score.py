@@ -57,14 +57,14 @@ class ScoreRequest(ScoringRequest, kw_only=True):
     def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
         (first, firsts), (second, seconds) = self.sides()
         count = max(len(firsts), len(seconds))
-        return split_pairs(
+        payload = ScoringInput(
             [(firsts[n % len(firsts)], seconds[n % len(seconds)]) for n in range(count)],
             [(_path(first, firsts, n), _path(second, seconds, n)) for n in range(count)],
-            max_size,
-            instruction=self.instruction,
+            self.instruction,
             truncation=self.truncation(),
             raw=self.use_activation is False,
         )
+        return split_pairs(payload, max_size)
 
     def embedding_inputs(self, max_size: PartSize) -> list[EmbeddingInput]:
         if self.instruction is not None:
