@@ -80,7 +80,8 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         self._served_names: dict[str, str] = {}  # by the name in the registry of models
-        self._observers: list[Callable[[str, BatchReport | StepReport], None]] = []
+        # called with each report and its model's served name
+        self.observer: Callable[[str, BatchReport | StepReport], None] | None = None
         self.max_reports = MAX_REPORTS
         self.reports: list[tuple[str, BatchReport | StepReport]] = []  # with the model's name
         common: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
@@ -169,18 +170,13 @@ class Metrics:
         self._cache_config = Info("vllm:cache_config", "The cache", registry=self.registry)
         self._cache_blocks: dict[str, int] = {}  # by the name in the registry
 
-    def observe(self, observer: Callable[[str, BatchReport | StepReport], None]) -> None:
-        """Call a function with each report and its model's served name, without delay."""
-        self._observers.append(observer)
-        self.max_reports = 1
-
     def collect(self) -> Iterable[Metric]:
         """Record the waiting reports. The registry calls this before it reads the instruments."""
         reports, self.reports = self.reports, []
         for serves, report in reports:
             model = self._served_names.get(serves, serves)
-            for observe in self._observers:
-                observe(model, report)
+            if self.observer:
+                self.observer(model, report)
             for wait_s in report.waits_s:
                 self._wait.labels(model).observe(wait_s)
             if isinstance(report, BatchReport):

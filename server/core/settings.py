@@ -281,6 +281,9 @@ class Settings:
         return bool(self.api_keys) or self.api_keys_file != "none"
 
 
+SPECS = {spec.name: spec for spec in fields(Settings)}
+
+
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of the environment. By default `.env` is loaded into it first; variables
     that are set already stay. Raises SettingsError."""
@@ -290,16 +293,15 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         load_env_file(".env")
         environ = os.environ
     values = {
-        spec.name: parse(spec, raw)
-        for spec in fields(Settings)
-        if (raw := environ.get(spec.name.upper())) is not None
+        name: parse(spec, raw)
+        for name, spec in SPECS.items()
+        if (raw := environ.get(name.upper())) is not None
     }
     if (file := values.get("models", "none")) != "none":
-        specs = {spec.name: spec for spec in fields(Settings)}
         for name, value in read_models(file).items():
             if name in values:
                 raise SettingsError(f"{name.upper()} is set, and in MODELS={file!r} too")
-            values[name] = parse(specs[name], value)
+            values[name] = parse(SPECS[name], value)
     return Settings(**values)
 
 
@@ -421,9 +423,8 @@ def parse_model(setting: str, entry: str) -> ModelReference:
 
 def _parse_option(where: str, key: str, field_name: str, raw: str) -> Any:
     """Return the value of an option, by the setting that is its default."""
-    [spec] = [spec for spec in fields(Settings) if spec.name == field_name]
     try:
-        return parse(spec, raw)
+        return parse(SPECS[field_name], raw)
     except SettingsError as error:
         reason = str(error).partition(": ")[2]
         raise SettingsError(f"{where}: {key}={raw!r} {reason}") from None
@@ -516,7 +517,7 @@ def export_flags(flags: Mapping[str, str | None]) -> None:
 
 def misspelled(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield names that are nearly a setting's, each with that setting."""
-    known = [spec.name.upper() for spec in fields(Settings)]
+    known = [name.upper() for name in SPECS]
     for name in names:
         if name not in known:
             for guess in difflib.get_close_matches(name.upper(), known, 1, MIN_SIMILARITY):

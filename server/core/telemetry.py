@@ -86,7 +86,7 @@ class Telemetry:
         for field, name in GAUGES.items():
             meter.create_observable_gauge(name, [partial(self._observe_last_steps, field)])
         meter.create_observable_counter(TOKENS, [self._observe_tokens], unit="{token}")
-        metrics.observe(self._record_report)
+        metrics.observer, metrics.max_reports = self._record_report, 1  # without delay
 
     def record_request(self, scope: Scope, path: str, ended: float) -> None:
         """Record a request whose response has ended. `path`: of its route; times in monotonic

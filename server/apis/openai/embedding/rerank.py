@@ -49,11 +49,6 @@ class RerankRequest(ScoringRequest, kw_only=True):
         """Whether the response is a bare list, as in text-embeddings-inference."""
         return self.texts is not None
 
-    @property
-    def returns_texts(self) -> bool:
-        """Whether the response has the documents."""
-        return bool(self.return_text) if self.is_bare else self.return_documents is not False
-
     def document_texts(self) -> list[str]:
         if (self.documents is None) == (self.texts is None):
             raise InvalidInput.at("documents", "is required, or texts instead; not both")
@@ -77,7 +72,8 @@ class RerankRequest(ScoringRequest, kw_only=True):
         scores = [score for output in outputs for score in output.scores]
         ranking = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         ranking = ranking[: self.top_n or None]
-        texts = self.document_texts() if self.returns_texts else []
+        returns_texts = self.return_text if self.is_bare else self.return_documents is not False
+        texts = self.document_texts() if returns_texts else []
         if self.is_bare:
             bare = [RankedText(n, scores[n], texts[n] if texts else UNSET) for n in ranking]
             return [to_json(bare)]
