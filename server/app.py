@@ -104,15 +104,7 @@ def create_app(
         lambda: queue.pending,
         lambda: sum(model.queue.not_started for model in worker.models.values()),
     )
-    worker_client = WorkerClient(
-        worker,
-        queue,
-        metrics,
-        pool_threads,
-        settings.stuck_after_s,
-        settings.model_idle_s,
-        settings.load_timeout_s,
-    )
+    worker_client = WorkerClient(worker, queue, metrics, settings, pool_threads)
     models = named_models(settings, worker_client, entries)
     routes, jobs = make_routes(settings, worker_client, entries, models)
     if settings.models_from_cache:

@@ -24,6 +24,7 @@ from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
 from server.core.metrics import Metrics
+from server.core.settings import Settings
 from worker.load_context import LoadProgress, LoadStopped
 from worker.registry import ServedModel
 from worker.worker import Worker
@@ -88,22 +89,16 @@ async def no_models() -> None:
 
 
 class ModelManager:
-    """`idle_s`: time until an unused model is unloaded, 0: never. `load_timeout_s`: time without
-    progress until a load is abandoned."""
+    """Loads and unloads the models of a worker."""
 
     def __init__(
-        self,
-        worker: Worker,
-        queue: RequestQueue,
-        metrics: Metrics,
-        idle_s: float = 0.0,
-        load_timeout_s: float = math.inf,
+        self, worker: Worker, queue: RequestQueue, metrics: Metrics, settings: Settings
     ) -> None:
         self.worker = worker
         self.queue = queue
         self.metrics = metrics
-        self.idle_s = idle_s
-        self.load_timeout_s = load_timeout_s
+        self.idle_s = settings.model_idle_s  # 0: unused models are never unloaded
+        self.load_timeout_s = settings.load_timeout_s
         self.models = {name: Residency(model) for name, model in worker.models.items()}
         self.rescan: Callable[[], Awaitable[None]] = no_models  # adds further models
         self._loads: deque[Residency] = deque()

@@ -32,6 +32,7 @@ from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
 from server.core.request_context import RequestContext, RequestRecord
+from server.core.settings import Settings
 from worker.cores import use_one_core
 from worker.load_context import LoadStopped
 from worker.messages.decisions import DecisionInput
@@ -116,15 +117,13 @@ class WorkerClient:
         worker: Worker,
         queue: RequestQueue,
         metrics: Metrics,
+        settings: Settings,
         pool_threads: int,
-        stuck_after_s: float,
-        model_idle_s: float = 0.0,
-        load_timeout_s: float = math.inf,
     ) -> None:
         self.worker = worker
         self.queue = queue
         self.metrics = metrics
-        self.stuck_after_s = stuck_after_s
+        self.stuck_after_s = settings.stuck_after_s
         self.failure: Exception | None = None  # the cause of the worker's death
         self.started = False
         self.terminating = False  # a signal to stop has arrived
@@ -135,7 +134,7 @@ class WorkerClient:
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.decode = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
-        self.manager = ModelManager(worker, queue, metrics, model_idle_s, load_timeout_s)
+        self.manager = ModelManager(worker, queue, metrics, settings)
 
     def start(self) -> None:
         self.started = True
@@ -150,7 +149,7 @@ class WorkerClient:
         """Fail the start if a load makes no progress for `timeout_s`."""
         left_s = timeout_s
         while not self.loaded.done():
-            await asyncio.wait({self.loaded}, timeout=left_s if left_s < math.inf else None)
+            await asyncio.wait({self.loaded}, timeout=left_s)
             left_s = timeout_s
             for model in self.models.values():
                 if progress_at := model.progress_at:  # it is loading
