@@ -168,9 +168,7 @@ class ChosenTool(Struct, tag_field="type", tag="function", omit_defaults=True):
     namespace: str | None = None
 
 
-class ChosenCustomTool(Struct, tag_field="type", tag="custom", omit_defaults=True):
-    name: str
-    namespace: str | None = None
+class ChosenCustomTool(ChosenTool, tag="custom"): ...
 
 
 class AllowedEntry(Struct):
@@ -195,11 +193,11 @@ def response_policy(
     if choice == "required" and not tools:
         raise InvalidInput.at("tool_choice", "'required' requires tools")
     mode: Mode = "required"
-    entries: Sequence[tuple[str, ChosenTool | ChosenCustomTool | AllowedEntry]] = ()
+    entries: Sequence[tuple[str, ChosenTool | AllowedEntry]] = ()
     if isinstance(choice, AllowedTools):
         mode = choice.mode
         entries = [(f"tool_choice.tools[{n}].name", tool) for n, tool in enumerate(choice.tools)]
-    elif isinstance(choice, (ChosenTool, ChosenCustomTool)):
+    elif isinstance(choice, ChosenTool):
         parallel = False  # exactly one call
         entries = [("tool_choice.name", choice)]
     else:

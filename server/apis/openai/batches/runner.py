@@ -25,7 +25,7 @@ from starlette.types import Message, Scope
 
 from batching.errors import ClientGone, QueueFull, Refused
 from batching.fair_share import Priority
-from server.apis.openai.batches.input_file import CHUNK_BYTES, InputChecker, read_body
+from server.apis.openai.batches.input_file import CHUNK_BYTES, InputChecker, LineBody
 from server.apis.openai.batches.store import (
     BatchRecord,
     BatchStore,
@@ -385,7 +385,8 @@ class BatchTask(StoredJob):
         """Return a line's custom_id and its body. In a pool thread."""
         with self.store.path(self.record.job.input_file_id).open("rb") as file:
             file.seek(line.offset)
-            return read_body(file.read(line.size))
+            checked = decode(file.read(line.size), type=LineBody)
+        return checked.custom_id, bytes(checked.body)
 
     # ── lines ──
 
