@@ -135,7 +135,7 @@ class LineStream(Generic[P]):
         self.invalid = 0  # lines in a row that are not JSON
         self.ended = False  # no more lines are accepted
         self.finished = False  # all answers have been passed on
-        self.body_ended = False
+
         self.end_error: Exception | None = None
         self.added = asyncio.Event()  # a line is pending, or none follows
         self.answered = asyncio.Event()  # a line is pending no more
@@ -179,11 +179,11 @@ class LineStream(Generic[P]):
     async def _read(self) -> None:
         """Accept the lines of the body, then wait for a disconnect. Raises ClientGone."""
         try:
-            while not self.body_ended:
+            more = True
+            while more:
                 until = time.monotonic() + self.settings.body_timeout_s
                 chunk, more = await receive_until(self.receive, self.transfer, until)
                 if not more:
-                    self.body_ended = True
                     self.response.end_body()
                 for line in self.lines.feed(chunk):
                     await self._accept(line)

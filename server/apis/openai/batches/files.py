@@ -28,12 +28,10 @@ MAX_FILE_MB = 200
 READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
 MIN_KEPT_S = 3600
 
-KeptSeconds = Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
-
 
 class ExpiresAfter(Struct):
     anchor: Literal["created_at"]
-    seconds: KeptSeconds
+    seconds: Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
 
 
 class FileFields(Struct):
