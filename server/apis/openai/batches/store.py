@@ -379,7 +379,7 @@ class BatchStore(SqliteStore):
 
     def _size(self, id: str) -> int:
         row = self._database.execute("SELECT bytes FROM files WHERE id = ?", (id,)).fetchone()
-        return int(row[0])
+        return int(row[0]) if row else 0  # of a batch that has not begun
 
     def finish(
         self, record: BatchRecord, status: BatchStatus, errors: Sequence[BatchError] = ()
@@ -396,9 +396,8 @@ class BatchStore(SqliteStore):
                 ("output_file_id", record.output_id),
                 ("error_file_id", record.error_id),
             ):
-                row = database.execute("SELECT bytes FROM files WHERE id = ?", (id,)).fetchone()
-                if row and row[0]:
-                    os.truncate(self.path(id), row[0])
+                if size := self._size(id):
+                    os.truncate(self.path(id), size)
                     database.execute(whole, (now, now + record.output_kept_s, id))
                     setattr(job, name, id)
             database.execute("DELETE FROM lines WHERE batch = ?", (record.number,))
