@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -18,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput, ItemFailed
 from server.apis.openai.endpoint import BodyEndpoint
 from server.apis.openai.models import NamedModel
-from server.apis.pipeline.query import query_of, query_parameters
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.errors import HttpError
@@ -45,6 +45,7 @@ from worker.tasks import TASKS, Task, check_parameters
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 BODY_FIELDS = "inputs", "parameters", "on_error", "model"
+MAX_QUERY_NAMES = 64
 
 
 class PipelineRequest(NamedTuple):
@@ -163,6 +164,34 @@ def named_in(scope: Scope) -> str | None:
         if name == b"x-model":
             return str(value.decode("latin-1"))
     return query_of(scope).get("model") if scope["query_string"] else None
+
+
+def query_of(scope: Scope) -> dict[str, str]:
+    """Return the values of the query by name. Raises InvalidInput for too many names, one that
+    occurs twice, and text that is not UTF-8."""
+    limits: Any = {"keep_blank_values": True, "max_num_fields": MAX_QUERY_NAMES, "errors": "strict"}
+    try:
+        pairs = parse_qsl(scope["query_string"].decode(), **limits)
+    except ValueError:
+        reason = f"the query must have at most {MAX_QUERY_NAMES} names, and be UTF-8"
+        raise InvalidInput(reason) from None
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        raise InvalidInput("the query has a name twice")
+    return query
+
+
+def query_parameters(scope: Scope) -> dict[str, Any]:
+    """Return the parameters in the query: each value is JSON, or a text if it is not. Raises the
+    errors of `query_of`."""
+    return {name: _json_or_text(text) for name, text in query_of(scope).items() if name != "model"}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return parse_value(text.encode())
+    except InvalidInput:
+        return text
 
 
 @dataclass(eq=False)
