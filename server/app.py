@@ -104,15 +104,7 @@ def create_app(
         lambda: queue.pending,
         lambda: sum(model.queue.not_started for model in worker.models.values()),
     )
-    worker_client = WorkerClient(
-        worker,
-        queue,
-        metrics,
-        pool_threads,
-        settings.stuck_after_s,
-        settings.model_idle_s,
-        settings.load_timeout_s,
-    )
+    worker_client = WorkerClient(worker, queue, metrics, settings, pool_threads)
     models = named_models(settings, worker_client, entries)
     routes, jobs = make_routes(settings, worker_client, entries, models)
     if settings.models_from_cache:
@@ -157,8 +149,8 @@ def served_models(
         if entry.served_by != entry.name:
             continue
         model: ServedModel
+        later_caches = partial(count_later_caches, models, entry)
         if entry.generates:
-            later_caches = partial(count_later_caches, models, entry)
             given = loaders.get(entry.kind) if entry.kind == "generation" else None
             load_chat = given or partial(load_language_model, entry, later_caches)
             model = ServedModel(entry.name, load_chat, entry.settings.max_running, generates=True)
@@ -172,7 +164,10 @@ def served_models(
                     sharing.pin = True
                     sharing.load_at_start()
         elif entry.kind == "pipeline" and entry.generates_text and entry.kind not in loaders:
-            model = text_pipeline_model(entry, partial(count_later_caches, models, entry))
+            batcher = new_batcher(entry.settings)  # of what runs `generate`, together
+            load_text = partial(load_text_pipeline, entry, batcher, later_caches)
+            model = ServedModel(entry.name, load_text, entry.settings.max_running)
+            model.has_cache = True
         else:
             load = partial(load_pipeline if entry.kind == "pipeline" else load_scoring, entry)
             if given := loaders.get(entry.kind):
@@ -205,15 +200,6 @@ def batched_model(
     rows, batcher = settings.max_batch_size, new_batcher(settings)
     capacity = WINDOW_BATCHES * rows // 2 if name.startswith("pipeline") else rows
     return ServedModel(name, partial(load, batcher), capacity)
-
-
-def text_pipeline_model(entry: ModelEntry, later_caches: Callable[[], int]) -> ServedModel:
-    """Return the entry of a pipeline that generates text, request by request where it can."""
-    settings = entry.settings
-    load = partial(load_text_pipeline, entry, new_batcher(settings), later_caches)
-    model = ServedModel(entry.name, load, settings.max_running)
-    model.has_cache = True
-    return model
 
 
 def new_batcher(settings: Settings) -> DynamicBatcher:

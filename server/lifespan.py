@@ -130,7 +130,11 @@ def on_loaded(
 ) -> None:
     """Log that the models are ready, or end the server because one could not be loaded."""
     if error := load_failure(loaded):
-        end_unloaded(error, app.settings.debug, server)
+        print(f"onequeue: {with_cause(error)}", file=sys.stderr)
+        if app.settings.debug:
+            traceback.print_exception(error)
+        if server:
+            server.should_exit = True  # after it has sent its responses
         return
     silence_libraries()
     if server and not loaded.cancelled():
@@ -156,15 +160,6 @@ def curl_command(server: uvicorn.Server) -> str:
     port = config.port or server.servers[0].sockets[0].getsockname()[1]
     host = "localhost" if config.host in ("0.0.0.0", "::") else config.host
     return f"curl {scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
-
-
-def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:
-    """Print why a model could not be loaded; the server exits after it has sent its responses."""
-    print(f"onequeue: {with_cause(error)}", file=sys.stderr)
-    if debug:
-        traceback.print_exception(error)
-    if server:
-        server.should_exit = True
 
 
 def with_cause(error: BaseException) -> str:

@@ -444,14 +444,11 @@ def setting_for(model: str) -> str:
         raise SettingsError(f"MODEL={model!r}: {problem}")
     [task] = tasks_of(config)[:1] or [""]
     setting = SETTING_BY_TASK.get(task, "pipeline_model")
-    if setting == "transcription_model" and not any(map(is_transcriber, architectures(config))):
-        return "pipeline_model"
+    names = architectures(config)
+    is_transcriber = any(name.startswith("Whisper") or name.endswith("ForCTC") for name in names)
+    if setting == "transcription_model" and not is_transcriber:
+        return "pipeline_model"  # /v1/audio serves these architectures alone
     return setting
-
-
-def is_transcriber(architecture: str) -> bool:
-    """Return whether /v1/audio serves the architecture."""
-    return architecture.startswith("Whisper") or architecture.endswith("ForCTC")
 
 
 def _read_json(model: str, name: str) -> Any:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -45,7 +45,7 @@ from server.commands.load_test.request_bodies import striped_image
 from server.commands.load_test.samples import Record
 from server.commands.serve import MODEL, SettingsCommand, export_settings, setting_option
 from server.core.log import configure_log
-from server.core.settings import Settings, SettingsError
+from server.core.settings import SPECS, SettingsError
 from server.http.request import Application
 from server.lifespan import with_cause
 from worker.tasks import TASKS
@@ -107,7 +107,7 @@ def calibrate_command() -> click.Command:
     ]
     return SettingsCommand(
         "calibrate",
-        params=[MODEL, *options, *map(setting_option, fields(Settings))],
+        params=[MODEL, *options, *map(setting_option, SPECS.values())],
         callback=run,
         help="Find the request rate that keeps a percentile on this machine, and the settings for "
         "it. It takes at most --seconds after the model is loaded; Ctrl-C prints the best settings "

@@ -9,7 +9,7 @@ with one line and status 2, before torch is imported. `SettingsCommand`, `settin
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field
 from itertools import groupby
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from uvicorn.main import main as uvicorn_command
 
 from server import __version__
 from server.core.log import uvicorn_config
-from server.core.settings import Settings, SettingsError, export_flags, load_env_file, load_settings
+from server.core.settings import SPECS, SettingsError, export_flags, load_env_file, load_settings
 from server.preflight import (
     MISUSE,
     assign_model,
@@ -46,7 +46,7 @@ def serve_command() -> click.Command:
     command = SettingsCommand(
         "server",
         context_settings={**uvicorn_command.context_settings, "default_map": DEFAULTS},
-        params=[MODEL, *map(setting_option, fields(Settings)), *uvicorn_params],
+        params=[MODEL, *map(setting_option, SPECS.values()), *uvicorn_params],
         callback=serve,
         help="Serve transformers models over HTTP. MODEL is a hub id or a local path; its task is "
         "inferred from the checkpoint. Settings are environment variables too "
@@ -87,7 +87,7 @@ def export_settings(model: str | None, flags: dict[str, Any]) -> None:
     for file in (flags.get("env_file"), ".env"):
         if file:
             load_env_file(file)
-    settings = {spec.name: flags.pop(spec.name) for spec in fields(Settings)}
+    settings = {name: flags.pop(name) for name in SPECS}
     export_flags(assign_model(model, settings) if model else settings)
 
 
@@ -95,10 +95,9 @@ class SettingsCommand(click.Command):
     """A command whose help lists the settings apart from other flags."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        names = {spec.name for spec in fields(Settings)}
         formatter.width = min(100, shutil.get_terminal_size().columns)
         options = [param for param in self.params if isinstance(param, click.Option)]
-        for are_settings, group in groupby(options, lambda option: option.name in names):
+        for are_settings, group in groupby(options, lambda option: option.name in SPECS):
             with formatter.section("Settings" if are_settings else "Flags"):
                 rows = [option.get_help_record(ctx) for option in group]
                 formatter.write_dl([row for row in rows if row])

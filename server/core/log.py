@@ -63,7 +63,8 @@ class OneLineFormatter(logging.Formatter):
         return escape(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
-        pairs = (f" {name}={quoted(value)}" for name, value in fields_of(record).items())
+        fields: dict[str, Any] = getattr(record, "fields", {})  # by a caller's `extra`
+        pairs = (f" {name}={quoted(value)}" for name, value in fields.items())
         return super().formatMessage(record) + "".join(pairs)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's name
@@ -83,7 +84,7 @@ class JsonFormatter(OneLineFormatter):
             "logger": record.name.removesuffix(".error"),
             "message": escape(record.getMessage()),
         }
-        for name, value in fields_of(record).items():
+        for name, value in getattr(record, "fields", {}).items():
             document[name] = escape(value[:MAX_TEXT]) if isinstance(value, str) else value
         if record.exc_info:
             document["exception"] = self.formatException(record.exc_info)
@@ -91,12 +92,6 @@ class JsonFormatter(OneLineFormatter):
 
 
 FORMATTERS = {"text": OneLineFormatter, "json": JsonFormatter}
-
-
-def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the values by name that a caller logs by `extra`: members of a JSON line."""
-    fields: dict[str, Any] = getattr(record, "fields", {})
-    return fields
 
 
 def quoted(value: Any) -> str:

@@ -80,7 +80,8 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         self._served_names: dict[str, str] = {}  # by the name in the registry of models
-        self._observers: list[Callable[[str, BatchReport | StepReport], None]] = []
+        # called with each report and its model's served name
+        self.observer: Callable[[str, BatchReport | StepReport], None] | None = None
         self.max_reports = MAX_REPORTS
         self.reports: list[tuple[str, BatchReport | StepReport]] = []  # with the model's name
         common: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
@@ -169,27 +170,25 @@ class Metrics:
         self._cache_config = Info("vllm:cache_config", "The cache", registry=self.registry)
         self._cache_blocks: dict[str, int] = {}  # by the name in the registry
 
-    def observe(self, observer: Callable[[str, BatchReport | StepReport], None]) -> None:
-        """Call a function with each report and its model's served name, without delay."""
-        self._observers.append(observer)
-        self.max_reports = 1
-
     def collect(self) -> Iterable[Metric]:
         """Record the waiting reports. The registry calls this before it reads the instruments."""
         reports, self.reports = self.reports, []
         for serves, report in reports:
-            for observe in self._observers:
-                observe(self._served_names.get(serves, serves), report)
+            model = self._served_names.get(serves, serves)
+            if self.observer:
+                self.observer(model, report)
+            for wait_s in report.waits_s:
+                self._wait.labels(model).observe(wait_s)
             if isinstance(report, BatchReport):
-                self._record_batch(serves, report)
+                self._record_batch(serves, model, report)
             elif serves.startswith("transcription"):
-                self._record_windows(serves, report)
+                for name, gauge in self._window_gauges.items():
+                    gauge.set(getattr(report, name))
             else:
-                self._record_step(serves, report)
+                self._record_step(serves, model, report)
         return ()
 
-    def _record_batch(self, serves: str, report: BatchReport) -> None:
-        model = self._served_names.get(serves, serves)
+    def _record_batch(self, serves: str, model: str, report: BatchReport) -> None:
         if report.size:  # 0 if no item of the batch is finished
             self._size.labels(model).observe(report.size)
             self._tokens.labels(model).observe(report.tokens)
@@ -197,28 +196,16 @@ class Metrics:
         self._out_of_memory.inc(report.out_of_memory)
         self._cap.labels(serves).set(report.cap)
         self._padding.labels(serves).set(report.padding)
-        self._observe_waits(serves, report)
 
-    def _record_step(self, serves: str, report: StepReport) -> None:
+    def _record_step(self, serves: str, model: str, report: StepReport) -> None:
         self._last_steps[serves] = report
-        model = self._served_names.get(serves, serves)
         for field, kind in TOKEN_KINDS.items():
             if more := getattr(report, field):  # most are 0 in most steps
                 self._token_counts.labels(kind, model).inc(more)
         self._preemptions.inc(report.preempted)
-        self._observe_waits(serves, report)
         if tokens := report.prefill_tokens + report.decode_tokens:
             self._step_tokens.observe(tokens)
             self._step_s.observe(report.total_s)
-
-    def _record_windows(self, serves: str, report: StepReport) -> None:
-        for name, gauge in self._window_gauges.items():
-            gauge.set(getattr(report, name))
-        self._observe_waits(serves, report)
-
-    def _observe_waits(self, serves: str, report: BatchReport | StepReport) -> None:
-        for wait_s in report.waits_s:
-            self._wait.labels(self._served_names.get(serves, serves)).observe(wait_s)
 
     def _sum_of_last_steps(self, field: str) -> float:
         return float(sum(getattr(report, field) for report in self._last_steps.values()))
@@ -246,14 +233,11 @@ class Metrics:
         self.model.labels(name).info({label: getattr(info, label) for label in labels})
         if info.cache_blocks:
             self._cache_blocks[name] = info.cache_blocks
-            self._describe_caches(str(info.block_size))
+            blocks, size = sum(self._cache_blocks.values()), str(info.block_size)
+            self._cache_config.info({"block_size": size, "num_gpu_blocks": str(blocks)})
 
     def on_unloaded(self, name: str) -> None:
         self.collect()
         self.model_loaded.labels(name).set(0)
         self._last_steps.pop(name, None)
         self._cache_blocks.pop(name, None)
-
-    def _describe_caches(self, block_size: str) -> None:
-        blocks = sum(self._cache_blocks.values())
-        self._cache_config.info({"block_size": block_size, "num_gpu_blocks": str(blocks)})

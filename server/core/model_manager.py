@@ -23,6 +23,8 @@ from typing import TypeVar
 from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
+from server.core.metrics import Metrics
+from server.core.settings import Settings
 from worker.load_context import LoadProgress, LoadStopped
 from worker.registry import ServedModel
 from worker.worker import Worker
@@ -87,22 +89,16 @@ async def no_models() -> None:
 
 
 class ModelManager:
-    """`idle_s`: time until an unused model is unloaded, 0: never. `load_timeout_s`: time without
-    progress until a load is abandoned."""
+    """Loads and unloads the models of a worker."""
 
     def __init__(
-        self,
-        worker: Worker,
-        queue: RequestQueue,
-        on_change: Callable[[ServedModel, str], None],
-        idle_s: float = 0.0,
-        load_timeout_s: float = math.inf,
+        self, worker: Worker, queue: RequestQueue, metrics: Metrics, settings: Settings
     ) -> None:
         self.worker = worker
         self.queue = queue
-        self.on_change = on_change  # called with loaded, failed or unloaded
-        self.idle_s = idle_s
-        self.load_timeout_s = load_timeout_s
+        self.metrics = metrics
+        self.idle_s = settings.model_idle_s  # 0: unused models are never unloaded
+        self.load_timeout_s = settings.load_timeout_s
         self.models = {name: Residency(model) for name, model in worker.models.items()}
         self.rescan: Callable[[], Awaitable[None]] = no_models  # adds further models
         self._loads: deque[Residency] = deque()
@@ -249,7 +245,8 @@ class ModelManager:
         )
         entry.queued = entry.requested = False
         entry.failures, entry.failure = 0, ""
-        self.on_change(model, "loaded")
+        assert model.info, "the load has set it"
+        self.metrics.on_loaded(model.name, model.info)
         for item in self._waiting(model):
             if item.payload is AWAIT_MODEL:
                 item.resolve(None)
@@ -267,7 +264,7 @@ class ModelManager:
         wait_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2**entry.failures)
         entry.failures, entry.retry_at = entry.failures + 1, now + wait_s
         log.error("load failed serves=%s retry_s=%g: %s", model.name, wait_s, error, exc_info=error)
-        self.on_change(model, "failed")
+        self.metrics.loads.labels(model.name, "failed").inc()
         self._fail_waiting(entry, NotReady(self._failure_text(entry), wait_s))
 
     def _on_cancelled(self, entry: Residency) -> None:
@@ -356,7 +353,7 @@ class ModelManager:
             model.state = "unloading"
             await asyncio.wrap_future(self.worker.unload(model))
             model.state = "unloaded"
-            self.on_change(model, "unloaded")
+            self.metrics.on_unloaded(model.name)
             log.info("unloaded serves=%s", model.name)
         finally:
             entry.departure = None

@@ -30,6 +30,7 @@ SHORT_NAME = 7
 SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
 ADAPTER = re.compile(rf"({SERVED_NAME.pattern})=([^;]+?)(?:;base=([^;]+))?", re.ASCII)
 OUTSIDE_BRACES = r"(?![^{}]*})"  # follows a separator that is not in the JSON of an option
+KEYS = ("[!-~]+", "keys of ASCII characters without spaces, as a header can carry")
 ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
@@ -236,22 +237,18 @@ class Settings:
         10.0, "maximum size of the files in it, in GB; a key's at most half", minimum=0.000001
     )
     api_keys: tuple[str, ...] = setting(
-        (),
-        "comma-separated keys; empty: no key is needed",
-        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        (), "comma-separated keys; empty: no key is needed", part=KEYS
     )
     admin_keys: tuple[str, ...] = setting(
         (),
         "comma-separated keys that may load and unload models, and all that other keys may",
-        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        part=KEYS,
     )
     api_keys_file: str = setting(
         "none", "TOML file of hashed keys with their classes, shares and limits"
     )
     metrics_keys: tuple[str, ...] = setting(
-        (),
-        "comma-separated keys that GET /metrics needs; empty: no key is needed",
-        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        (), "comma-separated keys that GET /metrics needs; empty: no key is needed", part=KEYS
     )
     model_control: bool = setting(
         False, "let clients load and unload models, where no keys are set"
@@ -284,6 +281,9 @@ class Settings:
         return bool(self.api_keys) or self.api_keys_file != "none"
 
 
+SPECS = {spec.name: spec for spec in fields(Settings)}
+
+
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of the environment. By default `.env` is loaded into it first; variables
     that are set already stay. Raises SettingsError."""
@@ -293,16 +293,15 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         load_env_file(".env")
         environ = os.environ
     values = {
-        spec.name: parse(spec, raw)
-        for spec in fields(Settings)
-        if (raw := environ.get(spec.name.upper())) is not None
+        name: parse(spec, raw)
+        for name, spec in SPECS.items()
+        if (raw := environ.get(name.upper())) is not None
     }
     if (file := values.get("models", "none")) != "none":
-        specs = {spec.name: spec for spec in fields(Settings)}
         for name, value in read_models(file).items():
             if name in values:
                 raise SettingsError(f"{name.upper()} is set, and in MODELS={file!r} too")
-            values[name] = parse(specs[name], value)
+            values[name] = parse(SPECS[name], value)
     return Settings(**values)
 
 
@@ -404,32 +403,28 @@ def parse_model(setting: str, entry: str) -> ModelReference:
     if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_local(path))):
         name = Path(path).expanduser().resolve().name
     values: dict[str, Any] = {}
-    given: set[str] = set()
-    pin = False
     for option in filter(None, options.split(";")):
         key, _, raw = (part.strip() for part in option.partition("="))
         where = f"{setting.upper()}={entry!r}"
-        if key in given:
+        if key in values:
             raise SettingsError(f"{where}: {key!r} is given twice")
-        given.add(key)
         if key == "pin":
-            pin = _parse_option(where, key, "debug", raw or "on")
+            values[key] = _parse_option(where, key, "debug", raw or "on")
             continue
         accepted = [name for name, (_, kinds) in OPTIONS.items() if not kinds or setting in kinds]
         if key not in accepted:
             known = ", ".join([*accepted, "pin"])
             raise SettingsError(f"{where}: {key!r} is no option of this setting, only {known}")
-        field_name, _ = OPTIONS[key]
-        values[field_name] = _parse_option(where, key, field_name, raw)
-    options_given = tuple(values.items())
-    return ModelReference(entry, name or path, path, is_named, options_given, pin)
+        values[key] = _parse_option(where, key, OPTIONS[key][0], raw)
+    pin = values.pop("pin", False)
+    own = tuple((OPTIONS[key][0], value) for key, value in values.items())
+    return ModelReference(entry, name or path, path, is_named, own, pin)
 
 
 def _parse_option(where: str, key: str, field_name: str, raw: str) -> Any:
     """Return the value of an option, by the setting that is its default."""
-    [spec] = [spec for spec in fields(Settings) if spec.name == field_name]
     try:
-        return parse(spec, raw)
+        return parse(SPECS[field_name], raw)
     except SettingsError as error:
         reason = str(error).partition(": ")[2]
         raise SettingsError(f"{where}: {key}={raw!r} {reason}") from None
@@ -522,7 +517,7 @@ def export_flags(flags: Mapping[str, str | None]) -> None:
 
 def misspelled(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield names that are nearly a setting's, each with that setting."""
-    known = [spec.name.upper() for spec in fields(Settings)]
+    known = [name.upper() for name in SPECS]
     for name in names:
         if name not in known:
             for guess in difflib.get_close_matches(name.upper(), known, 1, MIN_SIMILARITY):

@@ -86,13 +86,17 @@ class Telemetry:
         for field, name in GAUGES.items():
             meter.create_observable_gauge(name, [partial(self._observe_last_steps, field)])
         meter.create_observable_counter(TOKENS, [self._observe_tokens], unit="{token}")
-        metrics.observe(self._record_report)
+        metrics.observer, metrics.max_reports = self._record_report, 1  # without delay
 
     def record_request(self, scope: Scope, path: str, ended: float) -> None:
         """Record a request whose response has ended. `path`: of its route; times in monotonic
         seconds."""
         record: RequestRecord = scope["record"]
-        attributes = self._attributes(record, path)
+        attributes = {"gen_ai.provider.name": SCOPE}
+        if record.model:
+            attributes[MODEL] = record.model
+        if operation := OPERATIONS.get(path):
+            attributes["gen_ai.operation.name"] = operation
         offset_ns = time.time_ns() - time.monotonic_ns()
 
         def nanoseconds(at: float) -> int:
@@ -132,14 +136,6 @@ class Telemetry:
                 self._first_token.record(first_token_s, attributes)
             if record.per_token_s:
                 self._per_token.record(record.per_token_s, attributes)
-
-    def _attributes(self, record: RequestRecord, path: str) -> dict[str, Any]:
-        attributes = {"gen_ai.provider.name": SCOPE}
-        if record.model:
-            attributes[MODEL] = record.model
-        if operation := OPERATIONS.get(path):
-            attributes["gen_ai.operation.name"] = operation
-        return attributes
 
     def _record_report(self, model: str, report: BatchReport | StepReport) -> None:
         self._step.record(report.total_s, {MODEL: model})

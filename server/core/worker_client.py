@@ -32,6 +32,7 @@ from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
 from server.core.request_context import RequestContext, RequestRecord
+from server.core.settings import Settings
 from worker.cores import use_one_core
 from worker.load_context import LoadStopped
 from worker.messages.decisions import DecisionInput
@@ -116,15 +117,13 @@ class WorkerClient:
         worker: Worker,
         queue: RequestQueue,
         metrics: Metrics,
+        settings: Settings,
         pool_threads: int,
-        stuck_after_s: float,
-        model_idle_s: float = 0.0,
-        load_timeout_s: float = math.inf,
     ) -> None:
         self.worker = worker
         self.queue = queue
         self.metrics = metrics
-        self.stuck_after_s = stuck_after_s
+        self.stuck_after_s = settings.stuck_after_s
         self.failure: Exception | None = None  # the cause of the worker's death
         self.started = False
         self.terminating = False  # a signal to stop has arrived
@@ -135,7 +134,7 @@ class WorkerClient:
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.decode = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
-        self.manager = ModelManager(worker, queue, self._on_change, model_idle_s, load_timeout_s)
+        self.manager = ModelManager(worker, queue, metrics, settings)
 
     def start(self) -> None:
         self.started = True
@@ -150,7 +149,7 @@ class WorkerClient:
         """Fail the start if a load makes no progress for `timeout_s`."""
         left_s = timeout_s
         while not self.loaded.done():
-            await asyncio.wait({self.loaded}, timeout=left_s if left_s < math.inf else None)
+            await asyncio.wait({self.loaded}, timeout=left_s)
             left_s = timeout_s
             for model in self.models.values():
                 if progress_at := model.progress_at:  # it is loading
@@ -218,17 +217,14 @@ class WorkerClient:
             return errors.WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
-        if not self.worker.started and not self.is_ready(name):
-            return errors.NotReady(f"the model is {state}", 5)
+        if not self.worker.started:
+            models = [self.models[name]] if name else self.models.values()
+            if all(model.state != "ready" for model in models):
+                return errors.NotReady(f"the model is {state}", 5)
         if name and (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
             return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return self.manager.refusal(name) if name else None
-
-    def is_ready(self, name: str | None) -> bool:
-        """Return whether a model takes items; without a name, whether one of them does."""
-        models = [self.models[name]] if name else self.models.values()
-        return any(model.state == "ready" for model in models)
 
     def submit(
         self,
@@ -345,7 +341,8 @@ class WorkerClient:
         log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
     def on_loaded(self, model: ServedModel) -> None:
-        self._on_change(model, "loaded")
+        assert model.info, "the load has set it"
+        self.metrics.on_loaded(model.name, model.info)
         for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
             if not thread.ident:  # after torch was imported: each limits itself to one core
                 thread.start()
@@ -360,14 +357,6 @@ class WorkerClient:
             self._abandon("the worker has died")
             if error and not self.loaded.done():
                 self.loaded.set_exception(error)
-
-    def _on_change(self, model: ServedModel, change: str) -> None:
-        if change == "loaded" and model.info:
-            self.metrics.on_loaded(model.name, model.info)
-        elif change == "failed":
-            self.metrics.loads.labels(model.name, "failed").inc()
-        else:
-            self.metrics.on_unloaded(model.name)
 
     # ── a stuck worker ──
 

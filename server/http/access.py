@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 
 from starlette.types import Scope
 
@@ -15,7 +15,7 @@ from batching.fair_share import Priority
 from batching.token_bucket import TokenBucket
 from server.core.api_keys import NO_KEY, PRIORITIES, ApiKey, Keyring
 from server.core.request_context import RequestContext
-from server.http.cross_site import CrossSiteRules
+from server.http.cross_site import CrossSiteRules, parse_address
 from server.http.errors import HttpError
 from server.http.json import Header
 from server.http.paths import route_path
@@ -165,9 +165,7 @@ def address_of(scope: Scope) -> str:
 
 @lru_cache(maxsize=1024)
 def network_of(address: str) -> bytes:
-    try:
-        parsed = ip_address(address)
-    except ValueError:  # such as that of a Unix socket
+    if (parsed := parse_address(address)) is None:  # such as that of a Unix socket
         return address.encode()
     bits = 64 if parsed.version == 6 else 32
     return ip_network((parsed, bits), strict=False).network_address.packed

@@ -25,12 +25,7 @@ from uvicorn.server import ServerState
 from server.http.access import network_of
 from server.http.errors import HttpError
 from server.http.json import to_json
-from server.http.request import (
-    MAX_HEADERS,
-    TOO_MANY_HEADERS,
-    Application,
-    content_headers,
-)
+from server.http.request import MAX_HEADERS, TOO_MANY_HEADERS, Application, content_headers
 from server.http.transfers import Transfer
 
 MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a body

@@ -7,7 +7,7 @@ A browser sends a page's POST without asking the server first, and a page whose 
 import re
 import socket
 from functools import lru_cache
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from starlette.types import Scope
 
@@ -62,7 +62,7 @@ class CrossSiteRules:
             or name in self._local_names
             or name in self._hosts
             or name.endswith(LOCAL_SUFFIXES)
-            or is_address(name)
+            or parse_address(name)
         ):
             accepted = "localhost, an IP address, this machine's name, or a name in ALLOWED_HOSTS"
             raise HttpError(421, f"Host must be {accepted}, not {name[:100]!r}", "Host")
@@ -78,20 +78,17 @@ def host_name(host: str) -> str:
 @lru_cache(maxsize=64)
 def is_loopback(address: str) -> bool:
     """Return whether an address is one of 127.0.0.0/8 or ::1, also where IPv6 is mapped to IPv4."""
-    if not is_address(address):
-        return False  # a name, of a test client
-    parsed = ip_address(address)
+    parsed = parse_address(address)  # None for a name, of a test client
     mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
-    return (mapped or parsed).is_loopback
+    return parsed is not None and (mapped or parsed).is_loopback
 
 
 @lru_cache(maxsize=256)
-def is_address(name: str) -> bool:
+def parse_address(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def is_same_origin(origin: str, host: str) -> bool:

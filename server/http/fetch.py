@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import httpcore
@@ -41,16 +40,12 @@ class NotFetched(Exception):
     """The message is the reason, for the client."""
 
 
-@dataclass(eq=False)
 class Fetcher:
     """`hosts`: those from which images may be fetched, or `any`; `max_bytes`: of one image."""
 
-    hosts: tuple[str, ...]
-    max_bytes: int
-    metrics: Metrics
-
-    def __post_init__(self) -> None:
-        self.allowed = {host.lower() for host in self.hosts}
+    def __init__(self, hosts: Iterable[str], max_bytes: int, metrics: Metrics) -> None:
+        self.max_bytes, self.metrics = max_bytes, metrics
+        self.allowed = {host.lower() for host in hosts}
         self.slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self.pool = httpcore.AsyncConnectionPool(
             max_keepalive_connections=0, network_backend=PublicBackend()

@@ -11,11 +11,10 @@ A stream ends early with an error that names the first line not served.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from json import JSONDecoder
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -53,14 +52,6 @@ MAX_ID_CHARS = 256
 JOINED_BYTES = 1 << 16  # of a body, in which documents on one line are looked for
 
 
-@dataclass(slots=True)
-class LineWork:
-    """The submitted work of a line, which holds its slots, and its answer as JSON."""
-
-    submission: Submission
-    content: Callable[[], Awaitable[bytes]]
-
-
 P = TypeVar("P")
 
 
@@ -75,21 +66,25 @@ class LineEndpoint(Protocol[P]):
     def parse_line(self, value: str | Document, scope: Scope) -> P:
         """Return the request of a line. Raises InvalidInput. In a pool thread for long lines."""
 
-    def submit_line(self, request: P, incoming: IncomingRequest) -> LineWork:
+    def submit(self, incoming: IncomingRequest, request: P) -> Submission[Any]:
         """Submit the request, or raise a Refused."""
+
+    async def content(self, scope: Scope, request: P, work: Any) -> bytes:
+        """Return the answer as JSON. `work`: what `submit` has returned."""
 
 
 @dataclass(slots=True)
-class PendingLine:
+class PendingLine(Generic[P]):
     number: int
     size: int  # bytes
     id: str | int | None = None  # the client's
-    work: LineWork | None = None
+    request: P | None = None
+    work: Submission[Any] | None = None  # holds the slots
     error: Exception | None = None
 
     @property
     def inputs(self) -> int:
-        return len(self.work.submission.items) if self.work else 1
+        return len(self.work.items) if self.work else 1
 
 
 class LineWindow:
@@ -134,13 +129,13 @@ class LineStream(Generic[P]):
         self.transfer = scope["transfer"]
         self.lines = LineSplitter(self.max_body)
         self.response = SpooledResponse(scope, send, HEADERS)
-        self.pending: deque[PendingLine] = deque()
+        self.pending: deque[PendingLine[P]] = deque()
         self.inputs = self.bytes = 0  # of the pending lines
         self.next_line = 1  # the first one that is not accepted
         self.invalid = 0  # lines in a row that are not JSON
         self.ended = False  # no more lines are accepted
         self.finished = False  # all answers have been passed on
-        self.body_ended = False
+
         self.end_error: Exception | None = None
         self.added = asyncio.Event()  # a line is pending, or none follows
         self.answered = asyncio.Event()  # a line is pending no more
@@ -184,11 +179,11 @@ class LineStream(Generic[P]):
     async def _read(self) -> None:
         """Accept the lines of the body, then wait for a disconnect. Raises ClientGone."""
         try:
-            while not self.body_ended:
+            more = True
+            while more:
                 until = time.monotonic() + self.settings.body_timeout_s
                 chunk, more = await receive_until(self.receive, self.transfer, until)
                 if not more:
-                    self.body_ended = True
                     self.response.end_body()
                 for line in self.lines.feed(chunk):
                     await self._accept(line)
@@ -215,12 +210,12 @@ class LineStream(Generic[P]):
 
     async def _accept(self, line: Line) -> None:
         """Submit a line, once there is room. Raises a Refused, or HttpError after MAX_INVALID."""
-        pending = PendingLine(line.number, len(line.content or b""))
+        pending = PendingLine[P](line.number, len(line.content or b""))
         self.next_line = line.number
         await self._wait_for_window(pending)
         await self.loop_budget.wait()
         try:
-            request = await self._parse(line, pending)
+            pending.request = await self._parse(line, pending)
         except Exception as error:
             pending.error = error
             self.invalid = self.invalid + 1 if isinstance(error, InvalidJson) else 0
@@ -232,14 +227,14 @@ class LineStream(Generic[P]):
             await self.queue.wait_for_room(self.context)
             first = time.monotonic() + self.limit_s
             incoming = IncomingRequest(self.scope, None, Deadlines(first, first))
-            pending.work = self.endpoint.submit_line(request, incoming)
+            pending.work = self.endpoint.submit(incoming, pending.request)
         self.pending.append(pending)
         self.inputs += pending.inputs
         self.bytes += pending.size
         self.next_line = line.number + 1
         self.added.set()
 
-    async def _parse(self, line: Line, pending: PendingLine) -> P:
+    async def _parse(self, line: Line, pending: PendingLine[P]) -> P:
         if line.content is None:
             limit = f"{self.max_body / 1_000_000:g} MB"
             raise HttpError(413, f"the line is larger than {limit}")
@@ -248,7 +243,7 @@ class LineStream(Generic[P]):
         parse = partial(self._parse_content, pending=pending)
         return await self.endpoint.body_parser.run(parse, line.content, deadline, blocks)
 
-    def _parse_content(self, content: bytes, pending: PendingLine) -> P:
+    def _parse_content(self, content: bytes, pending: PendingLine[P]) -> P:
         try:
             value = parse_value(content, "the line")
         except InvalidJson:
@@ -260,7 +255,7 @@ class LineStream(Generic[P]):
             pending.id = take_id(value)
         return self.endpoint.parse_line(value, self.scope)
 
-    async def _wait_for_window(self, line: PendingLine) -> None:
+    async def _wait_for_window(self, line: PendingLine[P]) -> None:
         while self.pending and (
             self.inputs >= self.window.size
             or self.bytes + line.size > self.max_body
@@ -308,12 +303,12 @@ class LineStream(Generic[P]):
         self.reading.cancel()
         self.lost.cancel()
 
-    async def _content(self, line: PendingLine) -> bytes:
+    async def _content(self, line: PendingLine[P]) -> bytes:
         try:
             if line.error:
                 raise line.error
-            assert line.work
-            content = await line.work.content()
+            assert line.request is not None
+            content = await self.endpoint.content(self.scope, line.request, line.work)
             if line.id is None:
                 return content
             return b'{"id":%b,"result":%b}' % (to_json(line.id), content)
@@ -331,9 +326,9 @@ class LineStream(Generic[P]):
         document["error"]["line"] = number
         return to_json(document if id is None else {"id": id, **document})
 
-    def _release(self, line: PendingLine) -> None:
+    def _release(self, line: PendingLine[P]) -> None:
         if line.work:
-            line.work.submission.close()
+            line.work.close()
 
 
 def take_id(line: Document) -> str | int | None:

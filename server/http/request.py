@@ -33,12 +33,7 @@ from server.core.worker_client import Deadlines, IncomingRequest, WorkerClient
 from server.http.access import identify, limit_headers
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
-from server.http.errors import (
-    HttpError,
-    as_client_gone,
-    as_http_error,
-    error_document,
-)
+from server.http.errors import HttpError, as_client_gone, as_http_error, error_document
 from server.http.json import Header, to_json
 from server.http.loop_budget import LoopBudget
 from server.http.paths import is_anthropic, route_path

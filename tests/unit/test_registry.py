@@ -16,6 +16,7 @@ from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
 from batching.step_times import StepTimes
 from server.core.metrics import Metrics
+from server.core.settings import Settings
 from server.core.worker_client import WorkerClient
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
@@ -64,7 +65,8 @@ class Setup:
         self.worker = Worker(
             [*served, ServedModel("writer", lambda: self.writer, 8, generates=True)]
         )
-        self.worker_client = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
+        metrics, settings = Metrics(lambda: 0), Settings(stuck_after_s=60)
+        self.worker_client = WorkerClient(self.worker, self.queue, metrics, settings, 2)
         self.submitted: list[WorkItem] = []
         self._submit = self.worker.submit
         self.worker.submit = self._record  # type: ignore[method-assign]  # records the items at the worker

@@ -18,12 +18,7 @@ from server.apis.anthropic.blocks import (
     to_template_messages,
 )
 from server.apis.anthropic.tools import CallChoice, ClientTools, call_policy
-from server.apis.openai.request_fields import (
-    Effort,
-    GenerationRequest,
-    PositiveInt,
-    Stops,
-)
+from server.apis.openai.request_fields import Effort, GenerationRequest, PositiveInt, Stops
 from server.apis.openai.response_format import RequestedFormat
 from server.http.errors import THREAD
 from server.http.json import Document

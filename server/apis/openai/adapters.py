@@ -4,16 +4,14 @@ An adapter belongs to a chat model, its base, and is loaded with it. Requests ke
 they began with: an unloaded or replaced one is freed after the last of them.
 """
 
-import asyncio
-import time
 from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 
-from batching.errors import DeadlineExceeded, InvalidInput, NotReady
+from batching.errors import InvalidInput, NotReady
 from batching.request_queue import WorkItem
-from server.apis.openai.images import raise_when_gone
+from server.apis.openai.images import while_connected
 from server.apis.openai.models import AdaptedModel, ModelGroup, NamedModel
 from server.apis.openai.request_fields import convert_body
 from server.core.settings import SERVED_NAME, Settings, SettingsError, parse_adapters
@@ -111,19 +109,10 @@ class AdapterControl:
         self._loading.add(name)
         try:
             async with base.loaded(incoming):
-                left_s = incoming.deadlines.first - time.monotonic()
-                async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
-                    watch = group.create_task(raise_when_gone(request.receive))
-                    await self._load(base, adapter)
-                    watch.cancel()
-        except TimeoutError:
-            message = f"the adapter {name!r} was not loaded within the request's time limit"
-            raise DeadlineExceeded(message) from None
-        except BaseExceptionGroup as group_error:
-            error, *_ = group_error.exceptions  # also the client may have gone
-            if isinstance(error, InvalidAdapter):
-                raise InvalidInput.at("lora_path", str(error)) from error
-            raise error from None
+                loading = self._load(base, adapter)
+                await while_connected(incoming, [loading], f"the adapter {name!r} was not loaded")
+        except InvalidAdapter as error:
+            raise InvalidInput.at("lora_path", str(error)) from error
         finally:
             self._loading.discard(name)
         if base.served.state != "ready" or adapter.weights is None:

@@ -77,12 +77,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("best_of", "is not implemented, leave it out")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo: true")
-        others = {
-            "echo": self.echo,
-            "truncate_prompt_tokens": self.truncate_prompt_tokens is not None,
-        }
-        for name in (name for name, given in others.items() if given and self.suffix):
-            raise InvalidInput.at("suffix", f"cannot be combined with {name}")
+        if self.suffix and self.echo:
+            raise InvalidInput.at("suffix", "cannot be combined with echo")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            raise InvalidInput.at("suffix", "cannot be combined with truncate_prompt_tokens")
         if self.echo and self.logprob_token_ids:
             raise InvalidInput.at("logprob_token_ids", "cannot be combined with echo")
         if self.suffix and not isinstance(self.prompt, str):

@@ -20,7 +20,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
-from server.apis.openai.images import ImageLoader
+from server.apis.openai.images import ImageLoader, check_images
 from server.apis.openai.models import ModelGroup, NamedModel, UnknownModel
 from server.apis.openai.request_fields import GenerationRequest
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
@@ -31,7 +31,7 @@ from server.http.json import Header, JsonBodyParser, to_json
 from server.http.request import count_failure, read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from worker.messages.deltas import Delta
-from worker.messages.generation import GenerationInput
+from worker.messages.generation import Chat, GenerationInput
 
 # Larger deltas and responses are encoded in a pool thread.
 MAX_INLINE_ENTRIES = 64
@@ -62,9 +62,9 @@ class ResponseBuilder(ABC, Generic[D]):
     def add(self, delta: D) -> Iterator[bytes]:
         """Yield the events of a delta."""
 
-    @abstractmethod
     def finish(self) -> Iterator[bytes]:
         """Yield the events after those of the last delta."""
+        return iter(())
 
     def fail(self, error: HttpError) -> Iterator[bytes]:
         """Yield the events of a failure after the start."""
@@ -248,11 +248,12 @@ class GenerationEndpoint(BodyEndpoint[P]):
         """Return the checked request of a body, with the bytes of its images. Raises InvalidInput
         and the errors of fetching."""
         request = await super().read(incoming, body)
-        if not any(getattr(prompt.prompt, "images", None) for prompt in request.inputs):
+        chat = request.inputs[0].prompt  # a chat is the only input of its request
+        if not (isinstance(chat, Chat) and chat.images):
             return request
-        model = self.model_of(request).text_info
-        inputs = await self.images.load(incoming, request.inputs, model)
-        return replace(request, inputs=inputs)
+        check_images(chat, self.model_of(request).text_info)
+        chat = await self.images.load(incoming, chat)
+        return replace(request, inputs=[replace(request.inputs[0], prompt=chat)])
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: P) -> None:
         with self.submit(incoming, request) as stream:

@@ -7,10 +7,10 @@ An image is a data: URL or a link, never a path.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 from starlette.types import Receive, Scope
@@ -19,11 +19,12 @@ from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFul
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import Chat, GenerationInput, ImageInput
+from worker.messages.generation import Chat, ImageInput
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
 Detail = Literal["auto", "low", "high", "original"]
+T = TypeVar("T")
 
 
 class ImageUrl(Struct):
@@ -55,51 +56,24 @@ class ImageLoader:
     fetcher: Fetcher
     fetching: int = 0
 
-    async def load(
-        self,
-        incoming: IncomingRequest,
-        inputs: Sequence[GenerationInput],
-        model: TextModel | TextModelInfo,
-    ) -> list[GenerationInput]:
-        """Return the inputs with the bytes of all images.
+    async def load(self, incoming: IncomingRequest, chat: Chat) -> Chat:
+        """Return the chat with the bytes of its links; a disconnect or a failure cancels all.
 
-        Raises InvalidInput for an image that cannot be fetched or used, QueueFull,
-        DeadlineExceeded or ClientGone.
-        """
-        loaded = []
-        for generation_input in inputs:
-            chat = generation_input.prompt
-            if isinstance(chat, Chat) and chat.images:
-                check_images(chat, model)
-                if any(image.link for image in chat.images):
-                    chat = await self._fetch_all(incoming, chat)
-                generation_input = replace(generation_input, prompt=chat)
-            loaded.append(generation_input)
-        return loaded
-
-    async def _fetch_all(self, incoming: IncomingRequest, chat: Chat) -> Chat:
-        """Return the chat with the bytes of its links; a disconnect or a failure cancels all."""
-        scope, receive, deadlines = incoming
-        queue = self.worker_client.queue
+        Raises InvalidInput for an image that cannot be fetched, QueueFull, DeadlineExceeded or
+        ClientGone."""
+        if not any(image.link for image in chat.images):
+            return chat
+        scope, queue = incoming.scope, self.worker_client.queue
         if self.fetching >= queue.capacity or not queue.has_room(scope["context"]):
             taken = f"{queue.pending + self.fetching} of {queue.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1
+        fetches = [self._fetch(scope, image) for image in chat.images]
         try:
-            left_s = deadlines.first - time.monotonic()
-            async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
-                watch = group.create_task(raise_when_gone(receive))
-                tasks = [group.create_task(self._fetch(scope, image)) for image in chat.images]
-                await asyncio.wait(tasks)
-                watch.cancel()
-        except TimeoutError:
-            message = "the images were not fetched within the request's time limit"
-            raise DeadlineExceeded(message) from None
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+            images = await while_connected(incoming, fetches, "the images were not fetched")
         finally:
             self.fetching -= 1
-        return replace(chat, images=tuple(task.result() for task in tasks))
+        return replace(chat, images=tuple(images))
 
     async def _fetch(self, scope: Scope, image: ImageInput) -> ImageInput:
         if not image.link:
@@ -107,6 +81,25 @@ class ImageLoader:
         count = partial(scope["app"].count_body, scope)
         data = await self.fetcher.fetch(image.link, image.param, count)
         return replace(image, data=data, link="")
+
+
+async def while_connected(
+    incoming: IncomingRequest, work: Sequence[Coroutine[Any, Any, T]], failure: str
+) -> list[T]:
+    """Return the results of coroutines that run side by side. A disconnect, the deadline and the
+    first error cancel all. Raises ClientGone, that error, and DeadlineExceeded with `failure`."""
+    left_s = incoming.deadlines.first - time.monotonic()
+    try:
+        async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
+            watch = group.create_task(raise_when_gone(incoming.receive))
+            tasks = [group.create_task(coroutine) for coroutine in work]
+            await asyncio.wait(tasks)
+            watch.cancel()
+    except TimeoutError:
+        raise DeadlineExceeded(f"{failure} within the request's time limit") from None
+    except BaseExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def raise_when_gone(receive: Receive | None) -> None:

@@ -101,9 +101,6 @@ class InfillBuilder(ResponseBuilder[Delta]):
         elif delta.text:
             yield data_frame({"content": delta.text, "stop": False})
 
-    def finish(self) -> Iterator[bytes]:
-        return iter(())
-
     def end(self) -> bytes:
         return b""
 

@@ -497,10 +497,7 @@ class TranscriptTextDelta(Struct, tag_field="type", tag="transcript.text.delta")
     logprobs: list[ScoredToken] | UnsetType = UNSET
 
 
-class TranscriptTextDone(Struct, tag_field="type", tag="transcript.text.done"):
-    text: str
-    usage: Duration
-    logprobs: list[ScoredToken] | UnsetType = UNSET
+class TranscriptTextDone(Transcription, tag_field="type", tag="transcript.text.done"): ...
 
 
 # ── files and batches ──

@@ -33,22 +33,21 @@ HostedType = Literal[
 ToolKind = Literal["function", "custom", "local_shell"]
 ToolType = Literal["function", "custom", "local_shell", "namespace"] | HostedType
 CALLABLE = ("function", "custom", LOCAL_SHELL)
-SHELL_PARAMETERS: Document = {
-    "type": "object",
-    "properties": {
-        "command": {"type": "array", "items": {"type": "string"}},
-        "env": {"type": "object", "additionalProperties": {"type": "string"}},
-        "timeout_ms": {"type": "integer"},
-        "user": {"type": "string"},
-        "working_directory": {"type": "string"},
-    },
-    "required": ["command"],
-    "additionalProperties": False,
-}
 SHELL_FUNCTION: Document = {
     "name": LOCAL_SHELL,
     "description": "Run a command on the user's machine, and return its output.",
-    "parameters": SHELL_PARAMETERS,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "env": {"type": "object", "additionalProperties": {"type": "string"}},
+            "timeout_ms": {"type": "integer"},
+            "user": {"type": "string"},
+            "working_directory": {"type": "string"},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
 }
 
 
@@ -80,12 +79,10 @@ class Tool(Struct):
                 fields[name] = getattr(self, name)
         elif self.type == "custom":
             fields |= {"name": self.name, "description": self.description}
-            if self.format is not None:
-                format = self.format
-                grammar = {"syntax": format.syntax, "definition": format.definition}
-                fields["format"] = {"type": format.type} | (
-                    grammar if format.type == "grammar" else {}
-                )
+            if (format := self.format) is not None:
+                fields["format"] = {"type": format.type}
+                if format.type == "grammar":
+                    fields["format"] |= {"syntax": format.syntax, "definition": format.definition}
         elif self.type == "namespace":
             tools = [tool.document() for tool in self.tools or ()]
             fields |= {"name": self.name, "description": self.description, "tools": tools}
@@ -168,9 +165,7 @@ class ChosenTool(Struct, tag_field="type", tag="function", omit_defaults=True):
     namespace: str | None = None
 
 
-class ChosenCustomTool(Struct, tag_field="type", tag="custom", omit_defaults=True):
-    name: str
-    namespace: str | None = None
+class ChosenCustomTool(ChosenTool, tag="custom"): ...
 
 
 class AllowedEntry(Struct):
@@ -195,11 +190,11 @@ def response_policy(
     if choice == "required" and not tools:
         raise InvalidInput.at("tool_choice", "'required' requires tools")
     mode: Mode = "required"
-    entries: Sequence[tuple[str, ChosenTool | ChosenCustomTool | AllowedEntry]] = ()
+    entries: Sequence[tuple[str, ChosenTool | AllowedEntry]] = ()
     if isinstance(choice, AllowedTools):
         mode = choice.mode
         entries = [(f"tool_choice.tools[{n}].name", tool) for n, tool in enumerate(choice.tools)]
-    elif isinstance(choice, (ChosenTool, ChosenCustomTool)):
+    elif isinstance(choice, ChosenTool):
         parallel = False  # exactly one call
         entries = [("tool_choice.name", choice)]
     else:

@@ -161,7 +161,7 @@ def tokenizer_routes(
 def prompt_routes(completions: ChatCompletions) -> list[OperationRoute]:
     return [
         OperationRoute(COUNT, PromptEndpoint(completions, InputTokens)),
-        OperationRoute(RENDER, PromptEndpoint(completions, Prompt, render)),
+        OperationRoute(RENDER, PromptEndpoint(completions, Prompt, renders=True)),
     ]
 
 
@@ -186,24 +186,14 @@ class TokenizerEndpoint(BodyEndpoint[Request]):
         await send_json(send, content)
 
 
-def count_tokens(chat: Chat, model: TextModel) -> int:
-    check_images(chat, model)
-    return len(model.encode(chat))
-
-
-def render(chat: Chat, model: TextModel) -> str:
-    check_images(chat, model)
-    return model.render(chat)
-
-
 @dataclass(eq=False)
 class PromptEndpoint:
-    """An ASGI app that measures the prompts that an endpoint reads: by default, it counts their
-    tokens. It takes a slot of the queue only while its model loads. `result` makes the response."""
+    """An ASGI app that renders the prompts that an endpoint reads, or counts their tokens. It takes
+    a slot of the queue only while its model loads. `result` makes the response."""
 
     endpoint: GenerationEndpoint[Any]
     result: Callable[[Any], Struct]
-    measure: Callable[[Chat, TextModel], int | str] = count_tokens
+    renders: bool = False
     threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,7 +204,8 @@ class PromptEndpoint:
         chat = request.inputs[0].prompt
 
         def respond(model: TextModel) -> Struct:
-            return self.result(self.measure(chat, model))
+            check_images(chat, model)
+            return self.result(model.render(chat) if self.renders else len(model.encode(chat)))
 
         async with self.endpoint.model_of(request).loaded(incoming) as model:
             content = await run_tokenizer(respond, model, incoming, self.threads)

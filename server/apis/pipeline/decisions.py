@@ -4,17 +4,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
 from server.apis.openai.decisions.systemone import SystemOneRequest
 from server.apis.openai.request_fields import decode
 from server.apis.pipeline.endpoint import PipelineInputParser, PipelineRequest
+from server.core.delta_stream import TokenStream
 from server.core.worker_client import IncomingRequest
 from server.http.json import Document, JsonBodyParser, to_json
-from server.http.ndjson import LineStream, LineWork
-from server.http.request import count_failure, is_ndjson, read_request, send_json
+from server.http.request import count_failure, send_json
 from worker.messages.decisions import DecisionInput
 from worker.messages.protocol import PipelineInput
 
@@ -23,19 +23,12 @@ ParsedDecision = tuple[SystemOneRequest, DecisionInput]
 
 @dataclass(eq=False)
 class DecisionPipelineEndpoint:
-    """An ASGI app for `POST /` with the task decision, by a language model."""
+    """`POST /` with the task decision, by a language model."""
 
     parser: PipelineInputParser
     decisions: DecisionEndpoint
     model: str
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.parser.check_query(scope)
-        if is_ndjson(scope):
-            return await LineStream(scope, receive, send, self).run()
-        media, body, incoming = await read_request(scope, receive)
-        await self.respond(incoming, send, body, media)
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
         scope = incoming.scope
@@ -83,14 +76,12 @@ class DecisionPipelineEndpoint:
             raise InvalidInput.at("inputs", "must be one object: a line has one input")
         return self._decision(posted.inputs[0], None, scope)
 
-    def submit_line(self, request: ParsedDecision, incoming: IncomingRequest) -> LineWork:
-        stream = self.decisions.submit(incoming, request)
+    def submit(self, incoming: IncomingRequest, request: ParsedDecision) -> TokenStream:
+        return self.decisions.submit(incoming, request)
 
-        async def content() -> bytes:
-            probabilities = [delta.probabilities for delta in await stream.collect()]
-            return to_json(request[0].response(probabilities, stream.usage).answers)
-
-        return LineWork(stream, content)
+    async def content(self, scope: Scope, request: ParsedDecision, work: TokenStream) -> bytes:
+        probabilities = [delta.probabilities for delta in await work.collect()]
+        return to_json(request[0].response(probabilities, work.usage).answers)
 
     def _decision(self, payload: PipelineInput, index: int | None, scope: Scope) -> ParsedDecision:
         path = "inputs" if index is None else f"inputs[{index}]"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -18,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput, ItemFailed
 from server.apis.openai.endpoint import BodyEndpoint
 from server.apis.openai.models import NamedModel
-from server.apis.pipeline.query import query_of, query_parameters
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.errors import HttpError
@@ -33,7 +33,7 @@ from server.http.json import (
     parse_value,
     to_json,
 )
-from server.http.ndjson import LineStream, LineWork, check_joined_lines
+from server.http.ndjson import LineEndpoint, LineStream, check_joined_lines
 from server.http.operation import FORM as MULTIPART
 from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
@@ -45,6 +45,7 @@ from worker.tasks import TASKS, Task, check_parameters
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 BODY_FIELDS = "inputs", "parameters", "on_error", "model"
+MAX_QUERY_NAMES = 64
 
 
 class PipelineRequest(NamedTuple):
@@ -111,10 +112,10 @@ def _pipeline_form(task: Task) -> Schema:
     return {"type": "object", "properties": fields, "required": required, "oneOf": one}
 
 
-class ModelEndpoint(Protocol):
+class ModelEndpoint(LineEndpoint[Any], Protocol):
     """Serves the bodies for one model."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+    parser: "PipelineInputParser"
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
         """Send the response to a whole body that is no NDJSON."""
@@ -138,7 +139,12 @@ class PipelineModels(BodyEndpoint[tuple[ModelEndpoint, bytes]]):
         return self.first if name is None else self.endpoints[self.models.find(str(name))]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.find(named_in(scope))(scope, receive, send)
+        endpoint = self.find(named_in(scope))
+        endpoint.parser.check_query(scope)
+        if is_ndjson(scope):
+            return await LineStream(scope, receive, send, endpoint).run()
+        media, body, incoming = await read_request(scope, receive)
+        await endpoint.respond(incoming, send, body, media)
 
     def parse(self, body: bytes, scope: Scope) -> tuple[ModelEndpoint, bytes]:
         if len(self.endpoints) == 1:
@@ -158,6 +164,34 @@ def named_in(scope: Scope) -> str | None:
         if name == b"x-model":
             return str(value.decode("latin-1"))
     return query_of(scope).get("model") if scope["query_string"] else None
+
+
+def query_of(scope: Scope) -> dict[str, str]:
+    """Return the values of the query by name. Raises InvalidInput for too many names, one that
+    occurs twice, and text that is not UTF-8."""
+    limits: Any = {"keep_blank_values": True, "max_num_fields": MAX_QUERY_NAMES, "errors": "strict"}
+    try:
+        pairs = parse_qsl(scope["query_string"].decode(), **limits)
+    except ValueError:
+        reason = f"the query must have at most {MAX_QUERY_NAMES} names, and be UTF-8"
+        raise InvalidInput(reason) from None
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        raise InvalidInput("the query has a name twice")
+    return query
+
+
+def query_parameters(scope: Scope) -> dict[str, Any]:
+    """Return the parameters in the query: each value is JSON, or a text if it is not. Raises the
+    errors of `query_of`."""
+    return {name: _json_or_text(text) for name, text in query_of(scope).items() if name != "model"}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return parse_value(text.encode())
+    except InvalidInput:
+        return text
 
 
 @dataclass(eq=False)
@@ -317,20 +351,12 @@ class PipelineInputParser:
 
 @dataclass(eq=False)
 class PipelineEndpoint:
-    """An ASGI app for `POST /` of one model, the server's hot path. `model`: its name in the
-    registry."""
+    """`POST /` of one model, the server's hot path. `model`: its name in the registry."""
 
     parser: PipelineInputParser
     worker_client: WorkerClient
     model: str
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.parser.check_query(scope)
-        if is_ndjson(scope):
-            return await LineStream(scope, receive, send, self).run()
-        media, body, incoming = await read_request(scope, receive)
-        await self.respond(incoming, send, body, media)
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
         parser, scope, deadline = self.parser, incoming.scope, incoming.deadlines.first
@@ -388,10 +414,6 @@ class PipelineEndpoint:
         return self.parser.read_document(
             {"inputs": value} if isinstance(value, str) else value, scope
         )
-
-    def submit_line(self, request: PipelineRequest, incoming: IncomingRequest) -> LineWork:
-        work = self.submit(incoming, request)
-        return LineWork(work, partial(self.content, incoming.scope, request, work))
 
 
 def locate_in_list(error: InvalidInput, n: int) -> None:

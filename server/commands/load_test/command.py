@@ -82,17 +82,14 @@ def load_target(args: argparse.Namespace, number: int) -> dict[str, Any]:
 
 
 def make_generator(args: argparse.Namespace, number: int = 0) -> LoadGenerator:
-    return LoadGenerator(args, make_client(args, args.urls[number]), make_bodies(args, number))
-
-
-def make_client(args: argparse.Namespace, target: str) -> Client:
-    url = urlsplit(target)
+    url = urlsplit(args.urls[number])
     if (path := PATHS.get(args.kind)) and not url.path.startswith("/v1/"):
         url = url._replace(path=url.path.rstrip("/").removesuffix("/v1") + path)
     content_type = CONTENT_TYPES.get(args.kind, "application/json")
     if args.kind == "file":
         content_type = media_type(args.file[0])
-    return Client(url, {"content-type": content_type} | dict(args.header))
+    client = Client(url, {"content-type": content_type} | dict(args.header))
+    return LoadGenerator(args, client, make_bodies(args, number))
 
 
 async def measure(args: argparse.Namespace, generator: LoadGenerator) -> Record:

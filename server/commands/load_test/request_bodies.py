@@ -24,12 +24,12 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
     """Yield bodies without end. Random texts are all different, and different for each target's
     `number`: a server may cache a text."""
     rng = random.Random(f"{args.seed} {number}" if number else args.seed)
+    named = ({"model": args.model} if args.model else {}) | args.fields
     if args.kind in ("file", "upload"):
         files = [Path(name).read_bytes() for name in args.file]
         if args.kind == "upload":
-            files = [form(args, *file) for file in zip(args.file, files, strict=True)]
+            files = [form(named, *file) for file in zip(args.file, files, strict=True)]
         yield from itertools.cycle(files)
-    named = ({"model": args.model} if args.model else {}) | args.fields
     chat = dict(named)
     if args.max_tokens:
         chat["max_tokens"] = args.max_tokens
@@ -81,9 +81,8 @@ def striped_image(rng: random.Random, side: int) -> bytes:
     return file
 
 
-def form(args: argparse.Namespace, name: str, content: bytes) -> bytes:
-    """Return a multipart form with a file, the model's name and other fields."""
-    fields = ({"model": args.model} if args.model else {}) | args.fields
+def form(fields: dict[str, Any], name: str, content: bytes) -> bytes:
+    """Return a multipart form with a file and other fields."""
     parts = [(f'name="{key}"', "", str(value).encode()) for key, value in fields.items()]
     media = f"\r\nContent-Type: {media_type(name)}"
     parts.append((f'name="file"; filename="{Path(name).name}"', media, content))

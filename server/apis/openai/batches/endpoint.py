@@ -1,27 +1,24 @@
 """`/v1/batches`: create, list, retrieve and cancel batches; runner.py runs them."""
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 from msgspec.json import decode
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches.files import ExpiresAfter, FileEndpoints, namespace_of
 from server.apis.openai.batches.runner import BatchRunner, BatchTask
-from server.apis.openai.batches.store import KEPT_S, BatchRecord
+from server.apis.openai.batches.store import KEPT_S
 from server.apis.openai.request_fields import convert, convert_body
 from server.apis.openai.response_schemas import BatchJob, BatchList
 from server.apis.openai.responses.request import Metadata
-from server.apis.openai.sqlite_store import ListPage, encode_page, in_store
+from server.apis.openai.sqlite_store import ListPage, in_store
 from server.http.access import address_of
 from server.http.errors import SETTING_FOR_PATH
 from server.http.json import JsonBodyParser, parse_json, to_json
 from server.http.operation import Operation, OperationRoute, routes_of
-from server.http.request import read_request, send_json
+from server.http.request import read_request
 
 BatchedPath = Literal[
     "/v1/chat/completions",
@@ -50,51 +47,49 @@ class BatchPage(Struct):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
-@Operation(
-    "POST /v1/batches",
-    "Run the lines of a file as requests of low priority",
-    BatchJob,
-    BatchRequest,
-    errors=[404],
-)
-@dataclass(eq=False)
 class Batches:
-    """An ASGI app that creates batches; `routes` has those of files and batches by their ids."""
+    """The endpoints of batches; `routes` has those of their files, too."""
 
-    runner: BatchRunner
-
-    def __post_init__(self) -> None:
-        self.store = self.runner.store
+    def __init__(self, runner: BatchRunner) -> None:
+        self.runner, self.store = runner, runner.store
         self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[OperationRoute]:
-        own = routes_of(self, self.list_batches, self.retrieve, self.cancel)
+        own = routes_of(self.create, self.list_batches, self.retrieve, self.cancel)
         return FileEndpoints(self.store).routes() + own
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, body, incoming = await read_request(scope, receive)
-        parse_body = partial(parse, scope=scope)
-        request = await self.body_parser.run(parse_body, body, incoming.deadlines.first)
-        if request.endpoint not in self.runner.endpoints:
-            setting = SETTING_FOR_PATH[request.endpoint]
-            reason = f"no model serves {request.endpoint}: it needs {setting}"
+    @Operation(
+        "POST /v1/batches",
+        "Run the lines of a file as requests of low priority",
+        BatchJob,
+        BatchRequest,
+        errors=[404],
+    )
+    async def create(self, request: Request) -> bytes:
+        scope = request.scope
+        _, body, incoming = await read_request(scope, request.receive)
+
+        def parse(body: bytes) -> BatchRequest:
+            return convert_body(parse_json(body), BatchRequest, scope)
+
+        wanted = await self.body_parser.run(parse, body, incoming.deadlines.first)
+        if wanted.endpoint not in self.runner.endpoints:
+            setting = SETTING_FOR_PATH[wanted.endpoint]
+            reason = f"no model serves {wanted.endpoint}: it needs {setting}"
             raise InvalidInput.at("endpoint", reason)
-        expires = request.output_expires_after
-
-        def create() -> BatchRecord:
-            return self.store.create(
-                namespace_of(scope),
-                address_of(scope),
-                request.endpoint,
-                request.input_file_id,
-                request.metadata,
-                expires.seconds if expires else KEPT_S,
-            )
-
-        record = await in_store(create)
+        expires = wanted.output_expires_after
+        record = await in_store(
+            self.store.create,
+            namespace_of(scope),
+            address_of(scope),
+            wanted.endpoint,
+            wanted.input_file_id,
+            wanted.metadata,
+            expires.seconds if expires else KEPT_S,
+        )
         content = to_json(record.job)
         self.runner.add(record)
-        await send_json(send, content)
+        return content
 
     @Operation(
         "GET /v1/batches", "The batches of the key, newest first", BatchList, query=BatchPage
@@ -102,13 +97,7 @@ class Batches:
     async def list_batches(self, request: Request) -> bytes:
         query = convert(dict(request.query_params), BatchPage, strict=False)
         page = ListPage(query.after, query.limit, True)
-        namespace = namespace_of(request.scope)
-
-        def read() -> bytes:
-            jobs = self.store.list_batches(namespace, page)
-            return encode_page(BatchList, jobs, page.limit)
-
-        return await in_store(read)
+        return await in_store(self.store.list_batches, namespace_of(request.scope), page)
 
     @Operation("GET /v1/batches/{id}", "A batch", BatchJob)
     async def retrieve(self, request: Request) -> bytes:
@@ -124,7 +113,3 @@ class Batches:
         if batch := self.runner.jobs.find(BatchTask, namespace, id):
             await batch.cancel()
         return await in_store(self.store.batch, namespace, id)
-
-
-def parse(body: bytes, scope: Scope) -> BatchRequest:
-    return convert_body(parse_json(body), BatchRequest, scope)

@@ -4,7 +4,6 @@ upload (http/upload.py) → store.py → content, in pieces, at the client's pac
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from anyio import CapacityLimiter
@@ -18,23 +17,21 @@ from server.apis.openai.batches.store import KEPT_S, BatchStore
 from server.apis.openai.images import raise_when_gone
 from server.apis.openai.request_fields import convert
 from server.apis.openai.response_schemas import Deleted, FileList, FileObject
-from server.apis.openai.sqlite_store import ListPage, encode_page, in_store, storage_namespace
+from server.apis.openai.sqlite_store import ListPage, in_store, storage_namespace
 from server.http.form import FILE, Form
 from server.http.json import Document
 from server.http.operation import FORM, Operation, OperationRoute, routes_of
-from server.http.request import SEND_BYTES, send_at_pace, send_json
+from server.http.request import SEND_BYTES, send_at_pace
 from server.http.upload import Uploads
 
 MAX_FILE_MB = 200
 READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
 MIN_KEPT_S = 3600
 
-KeptSeconds = Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
-
 
 class ExpiresAfter(Struct):
     anchor: Literal["created_at"]
-    seconds: KeptSeconds
+    seconds: Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
 
 
 class FileFields(Struct):
@@ -57,36 +54,6 @@ def namespace_of(scope: Scope) -> bytes:
     return storage_namespace(scope["context"].key.id)
 
 
-@dataclass(eq=False)
-class FileEndpoints:
-    store: BatchStore
-
-    def routes(self) -> list[OperationRoute]:
-        upload, content = FileUpload(self.store), FileContent(self.store)
-        return routes_of(upload, self.list_files, self.retrieve_or_delete, content)
-
-    @Operation("GET /v1/files", "The files of the key", FileList, query=FilePage)
-    async def list_files(self, request: Request) -> bytes:
-        query = convert(dict(request.query_params), FilePage, strict=False)
-        page = ListPage(query.after, query.limit, query.order == "desc")
-        namespace = namespace_of(request.scope)
-
-        def read() -> bytes:
-            files = self.store.list_files(namespace, page, query.purpose)
-            return encode_page(FileList, files, page.limit)
-
-        return await in_store(read)
-
-    @Operation("GET /v1/files/{id}", "A file", FileObject)
-    @Operation("DELETE /v1/files/{id}", "Delete a file", Deleted, errors=[400])
-    async def retrieve_or_delete(self, request: Request) -> FileObject | Deleted:
-        namespace, id = namespace_of(request.scope), request.path_params["id"]
-        if request.method == "DELETE":
-            await in_store(self.store.delete_file, namespace, id)
-            return Deleted(id, "file", deleted=True)
-        return await in_store(self.store.file, namespace, id)
-
-
 def file_form() -> Document:
     """Return the JSON schema of an upload."""
     content = {"type": "string", "format": "binary", "description": "JSONL, with a file name"}
@@ -100,27 +67,46 @@ def file_form() -> Document:
     return {"type": "object", "required": [FILE, "purpose"], "properties": fields}
 
 
-@Operation("POST /v1/files", "Upload the input file of a batch", FileObject, {FORM: file_form()})
-class FileUpload:
-    """An ASGI app that stores the file of a form."""
-
+class FileEndpoints:
     def __init__(self, store: BatchStore) -> None:
         self.store = store
         self.uploads = Uploads(MAX_FILE_MB, str(store.uploads))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.uploads.form(scope, receive) as (form, _):
+    def routes(self) -> list[OperationRoute]:
+        others = self.list_files, self.retrieve_or_delete, FileContent(self.store)
+        return routes_of(self.upload, *others)
+
+    @Operation(
+        "POST /v1/files", "Upload the input file of a batch", FileObject, {FORM: file_form()}
+    )
+    async def upload(self, request: Request) -> FileObject:
+        async with self.uploads.form(request.scope, request.receive) as (form, _):
             fields = form_fields(form)
             kept_s = fields.expires_after.seconds if fields.expires_after else KEPT_S
-            namespace, size = namespace_of(scope), form.file_bytes
+            namespace, size = namespace_of(request.scope), form.file_bytes
 
             def add() -> FileObject:
                 return form.pass_on(
                     lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
                 )
 
-            file = await in_store(add)
-        await send_json(send, file)
+            return await in_store(add)
+
+    @Operation("GET /v1/files", "The files of the key", FileList, query=FilePage)
+    async def list_files(self, request: Request) -> bytes:
+        query = convert(dict(request.query_params), FilePage, strict=False)
+        page = ListPage(query.after, query.limit, query.order == "desc")
+        namespace = namespace_of(request.scope)
+        return await in_store(self.store.list_files, namespace, page, query.purpose)
+
+    @Operation("GET /v1/files/{id}", "A file", FileObject)
+    @Operation("DELETE /v1/files/{id}", "Delete a file", Deleted, errors=[400])
+    async def retrieve_or_delete(self, request: Request) -> FileObject | Deleted:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        if request.method == "DELETE":
+            await in_store(self.store.delete_file, namespace, id)
+            return Deleted(id, "file", deleted=True)
+        return await in_store(self.store.file, namespace, id)
 
 
 def form_fields(form: Form) -> FileFields:

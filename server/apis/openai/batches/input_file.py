@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from msgspec import Meta, Raw, Struct
-from msgspec.json import decode
 
 from batching.errors import InvalidInput
 from server.apis.openai.request_fields import convert
@@ -143,9 +142,3 @@ def prefix_key(body: Document) -> bytes:
         key += checksum.to_bytes(4)
         start, end = end, int(end * PREFIX_GROWTH)
     return bytes(key)
-
-
-def read_body(line: bytes) -> tuple[str, bytes]:
-    """Return the custom_id and the body of a checked line."""
-    decoded = decode(line, type=LineBody)
-    return decoded.custom_id, bytes(decoded.body)

@@ -25,7 +25,7 @@ from starlette.types import Message, Scope
 
 from batching.errors import ClientGone, QueueFull, Refused
 from batching.fair_share import Priority
-from server.apis.openai.batches.input_file import CHUNK_BYTES, InputChecker, read_body
+from server.apis.openai.batches.input_file import CHUNK_BYTES, InputChecker, LineBody
 from server.apis.openai.batches.store import (
     BatchRecord,
     BatchStore,
@@ -36,7 +36,7 @@ from server.apis.openai.batches.store import (
 )
 from server.apis.openai.endpoint import BodyEndpoint
 from server.apis.openai.jobs import JobRunner, StoredJob
-from server.apis.openai.response_schemas import BatchError, BatchStatus
+from server.apis.openai.response_schemas import BatchError, BatchStatus, ResponseError
 from server.apis.openai.sqlite_store import RETRY_S, in_store, storage_namespace
 from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
@@ -65,11 +65,6 @@ class LineResponse(Struct):
     body: Raw
 
 
-class LineError(Struct):
-    code: str
-    message: str
-
-
 class LineSummary(Struct):
     """The part of a response that the batch counts."""
 
@@ -96,7 +91,7 @@ class LineOutput(Struct):
     id: str
     custom_id: str
     response: LineResponse | None
-    error: LineError | None
+    error: ResponseError | None
 
 
 class CapturedResponse:
@@ -137,7 +132,7 @@ class FinishedLine(NamedTuple):
 
 
 def line_result(
-    position: int, custom_id: str, response: LineResponse | None, error: LineError | None
+    position: int, custom_id: str, response: LineResponse | None, error: ResponseError | None
 ) -> LineResult:
     output = LineOutput("batch_req_" + secrets.token_hex(12), custom_id, response, error)
     is_error = response is None or response.status_code != 200
@@ -385,7 +380,8 @@ class BatchTask(StoredJob):
         """Return a line's custom_id and its body. In a pool thread."""
         with self.store.path(self.record.job.input_file_id).open("rb") as file:
             file.seek(line.offset)
-            return read_body(file.read(line.size))
+            checked = decode(file.read(line.size), type=LineBody)
+        return checked.custom_id, bytes(checked.body)
 
     # ── lines ──
 
@@ -522,7 +518,7 @@ class BatchTask(StoredJob):
 
     async def _fail_unserved(self, code: str) -> None:
         """Add the lines without a result to the error file."""
-        error = LineError(code, UNSERVED_TEXTS[code])
+        error = ResponseError(code, UNSERVED_TEXTS[code])
 
         def fail_page() -> list[LineResult]:
             results = [

@@ -23,13 +23,15 @@ from server.apis.openai.response_schemas import (
     BatchError,
     BatchErrors,
     BatchJob,
+    BatchList,
     BatchStatus,
     BatchUsage,
     CompletionTokensDetails,
+    FileList,
     FileObject,
     PromptTokensDetails,
 )
-from server.apis.openai.sqlite_store import ListPage, SqliteStore
+from server.apis.openai.sqlite_store import ListPage, SqliteStore, encode_page
 from server.http.errors import HttpError
 
 WINDOW_S = 24 * 3600  # the only completion window
@@ -185,14 +187,14 @@ class BatchStore(SqliteStore):
             raise HttpError(404, f"there is no file {id[:100]!r}", param)
         return file_object(row)
 
-    def list_files(self, namespace: bytes, page: ListPage, purpose: str | None) -> list[FileObject]:
-        """Return the files of a page, and one more if there are more."""
+    def list_files(self, namespace: bytes, page: ListPage, purpose: str | None) -> bytes:
+        """Return a page of files as JSON."""
         values: list[object] = [time.time()]
         where = "is_whole AND expires_at > ?"
         if purpose is not None:
             where, values = where + " AND purpose = ?", [*values, purpose]
         rows = self._list("files", FILE_COLUMNS, namespace, page, where, values)
-        return [file_object(row) for row in rows]
+        return encode_page(FileList, [file_object(row) for row in rows], page.limit)
 
     def delete_file(self, namespace: bytes, id: str) -> None:
         using = "SELECT id FROM batches WHERE input_id = ? AND ended_at IS NULL"
@@ -290,10 +292,11 @@ class BatchStore(SqliteStore):
         job: bytes = row[0]
         return job
 
-    def list_batches(self, namespace: bytes, page: ListPage) -> list[BatchJob]:
-        """Return the batches of a page, and one more if there are more."""
+    def list_batches(self, namespace: bytes, page: ListPage) -> bytes:
+        """Return a page of batches as JSON."""
         rows = self._list("batches", "job", namespace, page)
-        return [json.decode(job, type=BatchJob) for [job] in rows]
+        jobs = [json.decode(job, type=BatchJob) for [job] in rows]
+        return encode_page(BatchList, jobs, page.limit)
 
     def unfinished(self) -> list[BatchRecord]:
         """Return the batches that have not ended, oldest first."""
@@ -376,7 +379,7 @@ class BatchStore(SqliteStore):
 
     def _size(self, id: str) -> int:
         row = self._database.execute("SELECT bytes FROM files WHERE id = ?", (id,)).fetchone()
-        return int(row[0])
+        return int(row[0]) if row else 0  # of a batch that has not begun
 
     def finish(
         self, record: BatchRecord, status: BatchStatus, errors: Sequence[BatchError] = ()
@@ -393,9 +396,8 @@ class BatchStore(SqliteStore):
                 ("output_file_id", record.output_id),
                 ("error_file_id", record.error_id),
             ):
-                row = database.execute("SELECT bytes FROM files WHERE id = ?", (id,)).fetchone()
-                if row and row[0]:
-                    os.truncate(self.path(id), row[0])
+                if size := self._size(id):
+                    os.truncate(self.path(id), size)
                     database.execute(whole, (now, now + record.output_kept_s, id))
                     setattr(job, name, id)
             database.execute("DELETE FROM lines WHERE batch = ?", (record.number,))

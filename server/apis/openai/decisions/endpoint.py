@@ -9,14 +9,14 @@ chat model if both are the same.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import anyio.to_thread
 from starlette.types import Scope, Send
 
+from server.apis.openai.decisions.request import DecisionRequest
+from server.apis.openai.decisions.systemone import SystemOneRequest
 from server.apis.openai.endpoint import BodyEndpoint
-from server.apis.openai.request_fields import ModelRequest, decode
-from server.apis.openai.response_schemas import Decision, SystemOne
+from server.apis.openai.request_fields import decode
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest
@@ -26,18 +26,8 @@ from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
 from worker.task_detection import TaskError, read_config, tasks_of
 
-
-class DecisionBody(ModelRequest, Protocol):
-    cache_salt: str | None
-
-    def decision_input(self) -> DecisionInput: ...
-
-    def response(
-        self, probabilities: Sequence[Sequence[float]], usage: UsageCounts
-    ) -> Decision | SystemOne: ...
-
-
 LANGUAGE_TASKS = {"text-generation", "image-text-to-text"}
+DecisionBody = DecisionRequest | SystemOneRequest
 ParsedDecision = tuple[DecisionBody, DecisionInput]
 
 

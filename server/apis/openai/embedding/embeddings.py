@@ -23,9 +23,9 @@ from server.apis.openai.embedding.endpoint import (
 )
 from server.apis.openai.request_fields import PositiveInt, TextsOrIds, read_inputs
 from server.apis.openai.response_schemas import Embeddings, EmbeddingUsage
-from server.core.worker_client import IncomingRequest
+from server.core.worker_client import Submission
 from server.http.json import Document, to_json
-from server.http.ndjson import LineStream, LineWork
+from server.http.ndjson import LineStream
 from server.http.operation import JSON, Body, Operation, Schema
 from server.http.request import is_ndjson
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
@@ -166,11 +166,6 @@ class EmbeddingEndpoint(ScoringEndpoint):
             raise InvalidInput.at("parameters", "must be an object")
         return self.read_document({**parameters, **value}, scope)
 
-    def submit_line(self, request: ScoringTask, incoming: IncomingRequest) -> LineWork:
-        work = self.submit(incoming, request)
-
-        async def content() -> bytes:
-            outputs = [await item.future for item in work.items]
-            return b"".join(request.body.content(outputs))
-
-        return LineWork(work, content)
+    async def content(self, scope: Scope, request: ScoringTask, work: Submission[Any]) -> bytes:
+        outputs = [await item.future for item in work.items]
+        return b"".join(request.body.content(outputs))

@@ -8,6 +8,7 @@ document first. `texts` are those of text-embeddings-inference: a bare list, tru
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from msgspec import UNSET, Meta
@@ -24,13 +25,7 @@ from server.apis.openai.response_schemas import (
 )
 from server.http.json import to_json
 from server.http.operation import Operation
-from worker.messages.scoring import (
-    PartSize,
-    ScoringInput,
-    ScoringOutput,
-    Truncation,
-    split_parts,
-)
+from worker.messages.scoring import PartSize, ScoringInput, ScoringOutput, split_parts
 
 RANKED_TEXTS = {"type": "array", "items": {"type": "object", "required": ["index", "score"]}}
 LENGTH = Meta(min_length=1, max_length=MAX_INPUTS)
@@ -54,11 +49,6 @@ class RerankRequest(ScoringRequest, kw_only=True):
         """Whether the response is a bare list, as in text-embeddings-inference."""
         return self.texts is not None
 
-    @property
-    def returns_texts(self) -> bool:
-        """Whether the response has the documents."""
-        return bool(self.return_text) if self.is_bare else self.return_documents is not False
-
     def document_texts(self) -> list[str]:
         if (self.documents is None) == (self.texts is None):
             raise InvalidInput.at("documents", "is required, or texts instead; not both")
@@ -68,21 +58,22 @@ class RerankRequest(ScoringRequest, kw_only=True):
     def payloads(self, max_size: PartSize, kind: str) -> list[ScoringInput]:
         texts = self.document_texts()
         param = "texts" if self.is_bare else "documents"
-        return split_pairs(
+        payload = ScoringInput(
             [(self.query, text) for text in texts],
             [("query", f"{param}[{n}]") for n in range(len(texts))],
-            max_size,
-            instruction=self.instruction,
-            max_document_tokens=self.max_tokens_per_doc,
-            truncation=self.truncation(by_default=not self.is_bare),
+            self.instruction,
+            self.max_tokens_per_doc,
+            self.truncation(by_default=not self.is_bare),
             raw=bool(self.raw_scores) or self.use_activation is False,
         )
+        return split_pairs(payload, max_size)
 
     def content(self, outputs: Sequence[ScoringOutput]) -> list[bytes]:
         scores = [score for output in outputs for score in output.scores]
         ranking = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         ranking = ranking[: self.top_n or None]
-        texts = self.document_texts() if self.returns_texts else []
+        returns_texts = self.return_text if self.is_bare else self.return_documents is not False
+        texts = self.document_texts() if returns_texts else []
         if self.is_bare:
             bare = [RankedText(n, scores[n], texts[n] if texts else UNSET) for n in ranking]
             return [to_json(bare)]
@@ -107,26 +98,11 @@ RERANK = [
 ]
 
 
-def split_pairs(
-    pairs: Sequence[tuple[str, str]],
-    paths: Sequence[tuple[str, str]],
-    max_size: PartSize,
-    *,
-    truncation: Truncation,
-    raw: bool,
-    instruction: str | None,
-    max_document_tokens: int | None = None,
-) -> list[ScoringInput]:
-    """Return payloads of at most `max_size`; `paths` name the pairs' texts in errors."""
+def split_pairs(payload: ScoringInput, max_size: PartSize) -> list[ScoringInput]:
+    """Return the payload with each part of its pairs."""
+    pairs, paths = payload.pairs, payload.paths
     sizes = [len(query) + len(document) for query, document in pairs]
     return [
-        ScoringInput(
-            part,
-            paths[first : first + len(part)],
-            instruction,
-            max_document_tokens,
-            truncation,
-            raw,
-        )
+        replace(payload, pairs=part, paths=paths[first : first + len(part)])
         for first, part in split_parts(pairs, sizes, max_size)
     ]

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from batching.errors import InvalidInput
+from server.apis.openai.embedding.embeddings import split_inputs
 from server.apis.openai.embedding.endpoint import ScoringRequest
 from server.apis.openai.embedding.rerank import Texts, split_pairs
 from server.apis.openai.request_fields import NonEmpty, required
@@ -25,7 +26,6 @@ from worker.messages.scoring import (
     PartSize,
     ScoringInput,
     ScoringOutput,
-    split_parts,
 )
 
 
@@ -57,32 +57,25 @@ class ScoreRequest(ScoringRequest, kw_only=True):
     def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
         (first, firsts), (second, seconds) = self.sides()
         count = max(len(firsts), len(seconds))
-        return split_pairs(
+        payload = ScoringInput(
             [(firsts[n % len(firsts)], seconds[n % len(seconds)]) for n in range(count)],
             [(_path(first, firsts, n), _path(second, seconds, n)) for n in range(count)],
-            max_size,
-            instruction=self.instruction,
+            self.instruction,
             truncation=self.truncation(),
             raw=self.use_activation is False,
         )
+        return split_pairs(payload, max_size)
 
     def embedding_inputs(self, max_size: PartSize) -> list[EmbeddingInput]:
         if self.instruction is not None:
             raise InvalidInput.at("instruction", "requires a reranker; this is an embedding model")
-        inputs = []
-        for name, texts in self.sides():
-            for first, part in split_parts(texts, list(map(len, texts)), max_size):
-                number = first if isinstance(getattr(self, name), list) else None
-                inputs.append(
-                    EmbeddingInput(
-                        part,
-                        number,
-                        normalize=True,
-                        truncation=self.truncation(),
-                        encoding="vectors",
-                        param=name,
-                    )
-                )
+        inputs: list[EmbeddingInput] = []
+        payload = EmbeddingInput(
+            (), None, normalize=True, truncation=self.truncation(), encoding="vectors"
+        )
+        for name, _ in self.sides():
+            of_side = replace(payload, param=name)
+            inputs += split_inputs(getattr(self, name), of_side, max_size)
         return inputs
 
     def content(self, outputs: Sequence[EmbeddingOutput | ScoringOutput]) -> list[bytes]:
