@@ -41,6 +41,10 @@ class LoadProgress:
     done: int = 0
     total: int = 0
 
+    def __str__(self) -> str:
+        percent = f", {100 * self.done // self.total} %" if self.total else ""
+        return f"stage {self.stage}{percent}"
+
 
 @dataclass(eq=False)
 class LoadContext:

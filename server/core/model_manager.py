@@ -73,12 +73,8 @@ class Residency:
 
     def progress_text(self, now: float) -> str:
         """Return how far the load is, for the error of a request that has waited for it."""
-        progress = self.model.progress
         if self.model.state == "loading" and self.load_started_at:
-            how_far = f"stage {progress.stage}"
-            if progress.total:
-                how_far += f", {100 * progress.done // progress.total} %"
-            return f"loading for {now - self.load_started_at:.1f} s ({how_far})"
+            return f"loading for {now - self.load_started_at:.1f} s ({self.model.progress})"
         return {"warming": "warming up", "failed": "to be loaded again"}.get(
             self.model.state, "to be loaded"
         )

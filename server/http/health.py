@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
+from batching.errors import NotReady
 from server import __version__
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
@@ -67,12 +68,14 @@ async def ready(request: Request) -> Ready:
         raise unavailable("the worker is down: the server's log has the reason", "worker_down")
     if worker_client.terminating:
         raise unavailable("the server is stopping")
-    if (refusal := worker_client.refusal()) is not None:
+    refusal = worker_client.refusal()
+    if refusal is not None and not isinstance(refusal, NotReady):
         raise unavailable(str(refusal))
     if not worker_client.worker.started:
-        at_start = (model for model in worker_client.models.values() if model.at_start)
-        waiting = [model.name for model in at_start if model.state != "ready"]
-        raise unavailable(f"other models are ready, not yet: {', '.join(waiting)}")
+        models = worker_client.models.values()
+        waiting = [model for model in models if model.at_start and model.state != "ready"]
+        states = (f"the {m.kind} model {m.title!r} is {m.state} ({m.progress})" for m in waiting)
+        raise unavailable(", ".join(states))
     failing = [name for name in worker_client.models if worker_client.refusal(name)]
     if len(failing) == len(worker_client.models):
         raise unavailable("all models keep failing; they are tried again shortly")

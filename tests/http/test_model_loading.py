@@ -103,6 +103,7 @@ def test_a_model_serves_while_another_one_is_loaded_at_the_start() -> None:
     gate = threading.Event()
 
     def load_embedder() -> FakeRunner:
+        report("weights", 1, 4)
         assert gate.wait(60)
         return FakeRunner()
 
@@ -111,7 +112,8 @@ def test_a_model_serves_while_another_one_is_loaded_at_the_start() -> None:
             wait_until(lambda: httpx.post(server.url, content="a").status_code == 200)
             ready = CLIENT.get(server.url + "/ready")
             assert (ready.status_code, ready.headers["retry-after"]) == (503, "5")
-            assert error_of(ready)["message"] == "other models are ready, not yet: embedding"
+            state = "the embedding model 'demo' is loading (stage weights, 25 %)"
+            wait_until(lambda: error_of(CLIENT.get(server.url + "/ready"))["message"] == state)
             refused = post(server, "/v1/embeddings", {"input": "a"})
             assert refused.status_code == 503
             assert error_of(refused)["message"] == "the model is loading"

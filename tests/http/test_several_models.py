@@ -125,6 +125,10 @@ def test_the_pipeline_is_chosen_by_query_or_header(server: Server, headers: dict
     assert vectors.status_code == 200
     assert ask(**{"x-model": "vectors"}).text == vectors.text
     assert ask("?model=short").status_code == 404
+    listed = httpx.get(server.url + "/models").json()["data"]
+    pipelines = [model for model in listed if model["serves"] == "pipeline"]
+    described = [(model["tasks"], model.get("mask_token")) for model in pipelines]
+    assert described == [(["fill-mask"], "[MASK]"), (["feature-extraction"], None)]
 
 
 def test_a_revision_in_the_cache_is_served_by_id_and_revision(

@@ -67,6 +67,7 @@ def test_the_request_is_shown_as_json_curl_and_python(page: Any) -> None:
     page.get_by_label("System prompt").fill('It\'s "so" $HOME `x`\\n')
     page.get_by_label("Max tokens").fill("3")
     page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Seed").fill("0")
     page.get_by_label("Reasoning").select_option("low")
     response = send(page, "hi")
     response.get_by_text("cut at max tokens").wait_for()
@@ -78,7 +79,7 @@ def test_the_request_is_shown_as_json_curl_and_python(page: Any) -> None:
 
     request = json.loads(shown("Request"))
     assert (request["temperature"], request["max_tokens"], request["stream"]) == (0.5, 3, True)
-    assert request["reasoning_effort"] == "low"
+    assert (request["reasoning_effort"], request["seed"]) == ("low", 0)
     assert request["messages"][0] == {"role": "system", "content": 'It\'s "so" $HOME `x`\\n'}
     whole = json.loads(shown("Response"))
     assert whole["choices"][0]["message"]["content"] == "Hello there,"
@@ -235,6 +236,15 @@ def test_the_page_works_by_keyboard_and_on_a_small_screen(page: Any) -> None:
         assert tab.evaluate("tab => tab === document.activeElement")
         wider = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert page.evaluate(wider) == 0, name
+    page.set_viewport_size({"width": 375, "height": 740})
+    titles = page.locator("#rerank, #speech").evaluate_all(
+        "sections => sections.map(section => section.dataset.title)"
+    )
+    last = page.get_by_role("tab").last
+    for title in titles:  # with the tabs of all kinds
+        tab = "Object.assign(tab.cloneNode(), {textContent: title})"
+        last.evaluate(f"(tab, title) => tab.before({tab})", title)
+    assert page.locator("nav").evaluate("nav => nav.scrollWidth - nav.clientWidth") == 0
     unnamed = "field => !field.labels.length && !field.ariaLabel"
     fields = f"[...document.querySelectorAll('input, textarea, select')].filter({unnamed}).length"
     assert page.evaluate(fields) == 0

@@ -48,6 +48,12 @@ def link(url: str, label: str) -> str:
     return f"<a href={url} title={url} target=_blank rel=noopener noreferrer>{label}</a>"
 
 
+def formula(text: str) -> str:
+    copy = "<button type=button class=quiet copy>Copy formula</button>"
+    head = f"<div class=head><span class=note>formula</span>{copy}</div>"
+    return f"<div class=code>{head}<pre tabindex=0><code>{text}</code></pre></div>"
+
+
 COPY = "<button type=button class=quiet copy>Copy code</button>"
 CASES = {
     "**a *b* c** ~~no~~ __d__ _e_ f_g_h 2 * 3 ~5": (
@@ -77,6 +83,16 @@ CASES = {
         f"{link('mailto:j@k.l', 'mailto:j@k.l')}</p>"
     ),
     "see https://a.b/c.": f"<p>see {link('https://a.b/c', 'https://a.b/c')}.</p>",
+    "so $a_1 * b_2 * c$, \\(x\\,y\\) and $$\\frac12$$.": (
+        "<p>so <code class=formula>$a_1 * b_2 * c$</code>, <code class=formula>\\(x\\,y\\)</code> "
+        "and <code class=formula>$$\\frac12$$</code>.</p>"
+    ),
+    "US$ 4, $5 *or* $6 a \\$ of $HOME": "<p>US$ 4, $5 <em>or</em> $6 a $ of $HOME</p>",
+    "thus\n\\[\nx_1 = *y*\n\\]\n$$ z $$\n\\[1\\] **note**": (
+        "<p>thus</p>" + formula("\\[\nx_1 = *y*\n\\]") + formula("$$ z $$") +
+        "<p><code class=formula>\\[1\\]</code> <strong>note</strong></p>"
+    ),
+    "- $$a_b_c\n\n  d": f"<ul><li>{formula('$$a_b_c')}<p>d</p></li></ul>",
 }  # fmt: skip
 
 
@@ -139,6 +155,7 @@ HUGE = [
     "[a](http://x(", "](http://x \"", "[a](https://x.example) ", "`", "`a``b```c````d", "``` ",
     "\\", "<", "<http://", "https://a", "http://!", "### ", "- ", "- a\n", "  - a\n", "- - ", "1. ",
     "> ", ">", "|", "|a\n", "a|b\n-|-\n", "| a |\n|---|\n", "a\n", "\n", " ", "\t", "x", "\u202e",
+    "$", "$a", "$a ", "a$", "$$", "$$a\n", "\\(", "\\[", "\\[a\n", "$$ a $$ ",
 ]  # fmt: skip
 
 

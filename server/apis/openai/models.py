@@ -101,6 +101,7 @@ class Model(Struct):
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
     sampling_defaults: SamplingDefaults | UnsetType = UNSET  # of a loaded language model
+    mask_token: str | UnsetType = UNSET  # of a loaded fill-mask pipeline
     parent: str | UnsetType = UNSET  # of an adapter: the id of its base
 
 
@@ -229,6 +230,8 @@ class NamedModel:
             input_modalities=[*self.modalities],
             sampling_defaults=self.defaults or UNSET,
         )
+        if self.served.info and self.served.info.mask:
+            model.mask_token = self.served.info.mask
         if self.kind in ("transcription", "pipeline") or (info := self.text_info) is NOT_LOADED:
             return model
         model.input_modalities += [] if info.no_images_reason else ["image"]

@@ -12,7 +12,7 @@ import { deleteConversations, loadConversation, saveConversation, session } from
 
 const PATH = "v1/chat/completions";
 const CURRENT = "onequeue-conversation"; // in the session: the id of the one on the screen
-const SETTINGS = ["model", "system", "temperature", "top_p", "max_tokens", "reasoning_effort", "tools"];
+const SETTINGS = ["model", "system", "temperature", "top_p", "max_tokens", "seed", "reasoning_effort", "tools"];
 // Sent for a model that has no sampling settings: at a temperature of 1 a small one writes nonsense.
 const SAMPLING = { temperature: 0.7, top_p: 0.95 };
 const WEATHER = JSON.stringify([{
@@ -244,7 +244,7 @@ class Chat {
 
   // Returns the API's request for the next message. Throws if the tools are not valid JSON.
   request() {
-    const { model, system, max_tokens: maxTokens, reasoning_effort: effort, tools } = this.settings;
+    const { model, system, max_tokens: maxTokens, seed, reasoning_effort: effort, tools } = this.settings;
     const systemMessages = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     const body = {
       model: model.value || undefined,
@@ -257,6 +257,7 @@ class Chat {
       if (this.settings[name].value) body[name] = Number(this.settings[name].value);
     }
     if (maxTokens.value) body.max_tokens = Number(maxTokens.value);
+    if (seed.value) body.seed = Number(seed.value);
     if (effort.value) body.reasoning_effort = effort.value;
     if (tools.value.trim()) body.tools = parseJson(tools.value, "the tools are");
     return { path: PATH, body };

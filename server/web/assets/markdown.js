@@ -1,6 +1,6 @@
 // Markdown as elements, as far as models write it: paragraphs, headings, nested lists, quotes, code,
-// tables, rules, emphasis, strike, links. Text never becomes markup, an image becomes a link, and a link
-// leads to http, https or mailto. The work is linear in the text: no expression backtracks over what
+// tables, rules, emphasis, strike, links. Formulas stay as written. Text never becomes markup, an image becomes
+// a link, and a link leads to http, https or mailto. The work is linear in the text: no expression backtracks over what
 // another one has read, and nesting is bounded.
 
 import { copyButton, element } from "./dom.js";
@@ -17,13 +17,15 @@ const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/s;
 const QUOTE = /^ {0,3}> ?/;
 const TOKEN = new RegExp([
   /\\[!-/:-@[-`{-~]/, // an escaped character
-  /`+|\*+|_+|~+|!?\[|\]/,
+  /`+|\*+|_+|~+|\$\$?|!?\[|\]/,
   /<(?:https?:\/\/|mailto:)[^\s<>]*>/,
   /\bhttps?:\/\/[^\s<>[\]`|]*[^\s<>[\]`|.,:;!?'")*_~]/,
 ].map(({ source }) => source).join("|"), "gi");
 const TARGET = /\(\s*<?((?:https?:\/\/|mailto:)[^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/iy;
 const PROTOCOLS = ["http:", "https:", "mailto:"];
 const EMPHASIS = { 1: "em", 2: "strong" };
+// The end of a formula by its start. A price is none: a `$` after a space or before a digit ends nothing.
+const FORMULA_ENDS = { "$": /(?<![\s\\])\$(?![\d$])/g, "$$": /\$\$/g, "\\(": /\\\)/g, "\\[": /\\\]/g };
 
 export function markdown(text) {
   return [...blocks(text.split("\n"))].map(({ node }) => node);
@@ -65,7 +67,7 @@ function* blocks(lines, depth = 0, inItem = false) {
   const startsTable = (header, below = "") =>
     header.includes("|") && below.includes("|") && cells(below).every(cell => /^:?-+:?$/.test(cell));
   const continues = line =>
-    line.trim() && ![FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line)) && !startsTable(line, lines[at + 1]);
+    line.trim() && ![FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line)) && !formulaEnd(line) && !startsTable(line, lines[at + 1]);
 
   const takeList = line => {
     const start = ITEM.exec(line)[2];
@@ -92,13 +94,21 @@ function* blocks(lines, depth = 0, inItem = false) {
       element("table", {}, element("thead", {}, row("th", header)), element("tbody", {}, rows)));
   };
 
+  const takeFormula = (line, end) => {
+    const isWhole = line.indexOf(end, line.search(/\S/) + 2) > 0;
+    const rest = isWhole ? [] : takeWhile(next => next.trim() && !next.includes(end));
+    if (!isWhole && lines[at]?.trim()) rest.push(lines[at++]); // with the end
+    return codeBlock([line, ...rest].join("\n"), "formula", "Copy formula");
+  };
+
   const take = line => {
-    const [fence, heading] = [FENCE.exec(line), HEADING.exec(line)];
+    const [fence, heading, formula] = [FENCE.exec(line), HEADING.exec(line), formulaEnd(line)];
     if (fence) {
       const code = takeWhile(next => !endsCode(next, fence[1])).join("\n");
       at++;
-      return codeBlock(visible(code), fence[2].trim().split(/\s/)[0]);
+      return codeBlock(code, fence[2].trim().split(/\s/)[0]);
     }
+    if (formula) return takeFormula(line, formula);
     if (heading) {
       const level = Math.min(6, heading[1].length + 2); // the page has an h1 and an h2
       return element(`h${level}`, {}, inline(heading[2].trim().replace(/(?<=\s)#+$/, "").trim()));
@@ -124,10 +134,19 @@ function* blocks(lines, depth = 0, inItem = false) {
 const indentOf = line => line.length - line.trimStart().length;
 const endsCode = (line, fence) => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
 
-function codeBlock(code, language) {
+// Returns what ends the formula that a line begins; null if it begins none, or a text follows it on the line.
+function formulaEnd(line) {
+  const text = line.trim();
+  const end = { "$$": "$$", "\\[": "\\]" }[text.slice(0, 2)];
+  const at = end ? text.indexOf(end, 2) : 0;
+  return end && (at < 0 || at === text.length - 2) ? end : null;
+}
+
+function codeBlock(code, language, copyLabel = "Copy code") {
+  const shown = visible(code);
   return element("div", { class: "code" },
-    element("div", { class: "head" }, element("span", { class: "note" }, language), copyButton(() => code, "Copy code")),
-    element("pre", { tabindex: "0" }, element("code", {}, code)));
+    element("div", { class: "head" }, element("span", { class: "note" }, language), copyButton(() => shown, copyLabel)),
+    element("pre", { tabindex: "0" }, element("code", {}, shown)));
 }
 
 function cells(line) {
@@ -142,7 +161,7 @@ function cells(line) {
 function inline(text) {
   const nodes = [];
   let open = [];
-  const unclosed = new Set(); // numbers of backticks
+  const unclosed = new Set(); // numbers of backticks, starts of formulas
   let end = 0;
   const start = (mark, string, count) => {
     open.push({ mark, count, at: nodes.push(string) - 1 });
@@ -157,6 +176,18 @@ function inline(text) {
     const inner = text.slice(end, last.index);
     nodes.push(element("code", {}, visible(inner.trim() ? inner.replace(/^ (.*) $/s, "$1") : inner)));
     end = closing.lastIndex;
+  };
+
+  // Takes a formula as it is written; returns whether the token starts one.
+  const formula = (token, before, after) => {
+    const ending = FORMULA_ENDS[token];
+    const isPrice = token === "$" && (/[\p{L}\p{N}]/u.test(before) || !/\S/.test(after));
+    if (!ending || isPrice || unclosed.has(token)) return false;
+    ending.lastIndex = end;
+    if (!ending.test(text)) return !unclosed.add(token);
+    nodes.push(element("code", { class: "formula" }, visible(token + text.slice(end, ending.lastIndex))));
+    end = ending.lastIndex;
+    return true;
   };
 
   const emphasis = (run, before, after) => {
@@ -208,11 +239,14 @@ function inline(text) {
     const [token] = match;
     if (match.index > end) nodes.push(text.slice(end, match.index));
     end = TOKEN.lastIndex;
+    const [before, after] = [text[match.index - 1] ?? " ", text[end] ?? " "];
+    if (formula(token, before, after)) continue;
     if (token[0] === "\\") nodes.push(token[1]);
     else if (token[0] === "`") code(token);
-    else if ("*_~".includes(token[0])) emphasis(token, text[match.index - 1] ?? " ", text[end] ?? " ");
-    else if (token.endsWith("[")) start("[", token);
+    else if ("*_~".includes(token[0])) emphasis(token, before, after);
+    else if (token === "[" || token === "![") start("[", token);
     else if (token === "]") closeLink();
+    else if (token[0] === "$") nodes.push(token);
     else address(token);
   }
   nodes.push(text.slice(end));
