@@ -218,7 +218,7 @@ def test_a_tool_of_an_example_leaves_with_the_conversation(page: Any) -> None:
 
 
 def test_an_image_dropped_anywhere_is_attached(visitor: Any, server: Server) -> None:
-    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [SEER]}))
+    visitor.route("**/models", lambda route: route.fulfill(json={"data": [SEER]}))
     page = opened(visitor, server)
     for n, selector in enumerate(("body", "#chat .welcome", "#chat-text")):
         assert page.evaluate(DROP, [selector, f"{n}.svg", "image/svg+xml"]), "or it is opened"

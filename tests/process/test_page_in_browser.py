@@ -129,7 +129,7 @@ def test_the_sampling_settings_of_a_model_are_known_once_it_is_loaded(
 ) -> None:
     model: dict[str, Any] = {"id": "demo", "root": "demo", "serves": "generation"}
     listed = [{**model}, {**model, "sampling_defaults": {"configured": False}}]
-    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [listed.pop(0)]}))
+    visitor.route("**/models", lambda route: route.fulfill(json={"data": [listed.pop(0)]}))
     visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
     visitor.goto(server.url)
     for placeholder in ("model default", "0.7 (page)"):

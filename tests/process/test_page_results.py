@@ -80,7 +80,7 @@ def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: S
     ready = {"status": "ready", "rerank_model": "ranker"}
     model = {"id": "ranker", "root": "ranker", "serves": "rerank"}
     visitor.route("**/ready", lambda route: route.fulfill(json=ready))
-    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    visitor.route("**/models", lambda route: route.fulfill(json={"data": [model]}))
     visitor.route("**/v1/rerank", rank)
     visitor.goto(server.url)
     visitor.get_by_label("Query").fill("q")
@@ -91,6 +91,35 @@ def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: S
     assert [row.inner_text().split() for row in rows.all()] == [["b", "0.900"], ["a", "0.100"]]
     assert sent == [{"model": "ranker", "query": "q", "documents": ["a", "b"]}]
     assert visitor.get_by_role("tab").all_inner_texts() == ["Rerank", "Live"]
+
+
+def test_another_model_is_chosen_and_its_load_is_shown(visitor: Any, server: Server) -> None:
+    """The responses are mocked: one pipeline is served here."""
+    ready = {"status": "ready", "task": "fill-mask", "takes": "text", "mask_token": "[MASK]"}
+    status = {"value": "loading", "stage": "weights", "progress": {"current": 1, "total": 4}}
+    common = {"serves": "pipeline", "input_modalities": ["text"]}
+    models = [
+        {"id": "one", "root": "one", "tasks": ["fill-mask"], "status": {"value": "loaded"}},
+        {"id": "a&b", "root": "a&b", "tasks": ["text-classification"], "status": status},
+    ]
+    listing = {"data": [model | common for model in models]}
+    waiting: list[Any] = []
+    visitor.route("**/ready", lambda route: route.fulfill(json=ready))
+    visitor.route("**/models", lambda route: route.fulfill(json=listing))
+    visitor.route("**/?model=a%26b", lambda route: waiting.append(route))
+    visitor.goto(server.url)
+    visitor.get_by_text("one · a&b").wait_for()
+    visitor.get_by_label("Model").select_option("a&b")
+    visitor.get_by_role("heading", name="Text classification").wait_for()
+    visitor.get_by_label("Text", exact=True).fill("good")
+    visitor.keyboard.press("Enter")
+    visitor.get_by_text("a&b is loading (stage weights, 25 %)").wait_for()
+    [route] = waiting
+    assert route.request.post_data_json == {"inputs": "good"}
+    status["value"] = "loaded"
+    route.fulfill(json=[{"label": "fine", "score": 0.9}])
+    visitor.locator("#pipeline .bars").get_by_text("fine").wait_for()
+    visitor.get_by_text("one · a&b").wait_for()
 
 
 def draw(page: Any, result: Any, **inputs: Any) -> Any:
@@ -165,7 +194,7 @@ def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
 
     ready = {"status": "ready", "transcription_model": "whisper"}
     visitor.route("**/ready", lambda route: route.fulfill(json=ready))
-    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": []}))
+    visitor.route("**/models", lambda route: route.fulfill(json={"data": []}))
     visitor.route("**/v1/audio/transcriptions", transcribe)
     visitor.goto(server.url)
     visitor.get_by_role("button", name="Record").click()
@@ -197,7 +226,7 @@ def test_an_image_is_sent_with_a_message(visitor: Any, server: Server) -> None:
         "serves": "generation",
         "input_modalities": ["text", "image"],
     }
-    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    visitor.route("**/models", lambda route: route.fulfill(json={"data": [model]}))
     visitor.route("**/v1/chat/completions", respond)
     visitor.goto(server.url)
     visitor.get_by_role("tab", name="Live").wait_for()

@@ -87,7 +87,7 @@ function address(path) {
 }
 
 export function asCurl(request) {
-  const args = [`curl ${address(request.path)}`];
+  const args = [`curl ${quoted(address(request.path))}`];
   if (hasKey()) args.push('-H "Authorization: Bearer $API_KEY"');
   if (request.form) {
     for (const [name, value] of Object.entries(request.form)) args.push(`-F ${quoted(`${name}=${value}`)}`);

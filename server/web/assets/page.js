@@ -15,10 +15,10 @@ import { startLive } from "./live.js";
 const RETRY_MS = 1000; // while a model loads
 
 // A section is shown if the response of /ready has its model: `ready` is the name of that field. It gets the
-// models of /v1/models that serve `serves`.
+// models of /models that serve `serves`.
 const SECTIONS = [
   { id: "chat", ready: "chat_model", serves: "generation", start: startChat },
-  { id: "pipeline", ready: "task", start: startPipeline },
+  { id: "pipeline", ready: "task", serves: "pipeline", start: startPipeline },
   { id: "embeddings", ready: "embedding_model", serves: "embedding", start: startEmbeddings },
   { id: "rerank", ready: "rerank_model", serves: "rerank", start: startRerank },
   { id: "speech", ready: "transcription_model", serves: "transcription", start: startSpeech },
@@ -29,15 +29,14 @@ const SECTIONS = [
 // models faster, until that is done.
 async function start() {
   showForgetKey();
-  for (let isStarted = false; ;) {
+  for (let models = null; ;) {
     try {
       const response = await fetch("ready");
       const ready = await response.json();
       if (response.ok) {
-        showReady(ready);
-        if (!isStarted) startSections(ready);
-        isStarted = true;
-        if (!ready.stages) return;
+        models ??= await startSections(ready);
+        showReady(ready, models);
+        if (!ready.stages) return watchLoads(ready, models);
       } else {
         showState("waiting", ready.error.message);
       }
@@ -50,19 +49,32 @@ async function start() {
 
 async function startSections(ready) {
   const served = SECTIONS.filter(section => ready[section.ready]);
-  const models = served.some(({ serves }) => serves) ? await listModels() : [];
+  const models = await listModels();
   for (const { id, serves, start } of served) {
     addTab(id);
     start(find(`#${id}`), ready, models.filter(model => model.serves === serves));
   }
   openTab(tabFromAddress());
   window.addEventListener("hashchange", () => openTab(tabFromAddress()));
+  return models;
 }
 
-// Returns the list of /v1/models, a path that a server without named models lacks.
+// While a request runs, shows the load of a model that it may wait for.
+function watchLoads(ready, models) {
+  if (models.every(({ status }) => status.value === "loaded")) return;
+  setInterval(async () => {
+    if (!find("[data-running]") && find("#state").className === "ready") return;
+    const { id, status } = (await listModels()).find(model => model.status.value === "loading") ?? {};
+    if (!status) return showReady(ready, models);
+    const { stage = "", progress } = status;
+    const share = progress ? `, ${Math.round(100 * progress.current / progress.total)} %` : "";
+    showState("waiting", `${id} is loading${stage && ` (stage ${stage}${share})`}`);
+  }, RETRY_MS);
+}
+
 async function listModels() {
   try {
-    const { data } = await (await call("v1/models")).json();
+    const { data } = await (await call("models")).json();
     return data.filter(({ id, root }) => id === root); // without aliases
   } catch (error) {
     showState("waiting", error.message);
@@ -70,14 +82,13 @@ async function listModels() {
   }
 }
 
-function showReady({ chat_model: chat, model, embedding_model: embedder, rerank_model: reranker, ...others }) {
-  const names = [chat, model, embedder, reranker, others.transcription_model].filter(Boolean);
-  showState("ready", [...new Set(names), ...new Set(Object.values(others.stages ?? {}))].join(" · "));
+function showReady({ stages = {} }, models) {
+  showState("ready", [...models.map(({ id }) => id), ...new Set(Object.values(stages))].join(" · "));
 }
 
 function showState(state, text) {
   find("#state").className = state;
-  find("#state .text").textContent = text;
+  find("#state .text").textContent = find("#state").title = text;
 }
 
 // ── tabs: the selected one is in the tab order, arrow keys reach the others ──

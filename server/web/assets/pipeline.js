@@ -1,16 +1,31 @@
-// POST /: the loaded pipeline. /ready names its kind of input: text, image, audio or JSON. results.js
-// shows the result by its shape.
+// POST /: a pipeline and its kind of input: text, image, audio or JSON. results.js shows the result by its
+// shape.
 
-import { find, setUpSettings, setUpText, showOnSubmit } from "./dom.js";
+import { chooseModel, find, setUpSettings, setUpText, showOnSubmit } from "./dom.js";
 import { ask, json, parseJson } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
 
 const FILE = "$FILE"; // placeholder in an example: the dropped image
 
-export async function startPipeline(section, ready) {
+// `ready` describes the first of the pipelines.
+export async function startPipeline(section, ready, [first, ...others]) {
   const examples = await (await fetch("assets/examples.json")).json();
-  const { task, takes } = ready;
+  const pipelines = [{ ...first, ...ready, path: "./" }, ...others.map(({ id, tasks: [task], ...other }) => ({
+    id, task, mask_token: other.mask_token, path: `./?model=${encodeURIComponent(id)}`,
+    takes: task in examples.objects ? "json" : other.input_modalities[0],
+  }))];
+  const blank = section.cloneNode(true);
+  const show = chosen => {
+    section.replaceChildren(...blank.cloneNode(true).childNodes);
+    setUp(section, pipelines[chosen], examples);
+    chooseModel(section, pipelines, show, chosen);
+  };
+  show(0);
+}
+
+function setUp(section, pipeline, examples) {
+  const { task, takes } = pipeline;
   const form = find("form", section);
   const object = examples.objects[task];
   const parts = {
@@ -22,7 +37,7 @@ export async function startPipeline(section, ready) {
   for (const [name, shown] of Object.entries(parts)) find(`.${name}`, form).hidden = !shown;
   find("h2", section).textContent = title(task);
   const text = find(".text", form);
-  text.value = (examples.texts[task] ?? examples.texts.other).replace("[MASK]", ready.mask_token ?? "[MASK]");
+  text.value = (examples.texts[task] ?? examples.texts.other).replace("[MASK]", pipeline.mask_token ?? "[MASK]");
   form.elements.objects.value = json(object ?? {});
   form.elements.labels.value = examples.labels.join(", ");
   find(".hint", form).textContent = parts.text ? "Enter runs · Shift+Enter for a new line" : "";
@@ -30,7 +45,7 @@ export async function startPipeline(section, ready) {
   const field = parts.file ? new FileField(find(".file", form), takes === "audio" ? "audio" : "image") : null;
   if (field && !parts.objects && !parts.labels) field.onFile = () => form.requestSubmit();
   showOnSubmit(section, async () => {
-    const request = await readForm(form, parts, takes, field);
+    const request = await readForm(form, parts, pipeline, field);
     const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
     return ask(request, result => results(result, input));
   });
@@ -44,7 +59,7 @@ function title(task) {
 }
 
 // Returns the form's request: raw input where possible, otherwise JSON.
-async function readForm(form, parts, takes, field) {
+async function readForm(form, parts, { takes, path }, field) {
   const { parameters, labels, objects } = form.elements;
   const values = parameters.value.trim() ? parseJson(parameters.value, "parameters:") : {};
   if (parts.labels) {
@@ -56,15 +71,15 @@ async function readForm(form, parts, takes, field) {
   }
   const hasParameters = Object.keys(values).length > 0;
   if (takes === "image" || takes === "audio") {
-    if (!hasParameters) return { path: "./", file: withMediaType(file, takes) };
-    return { path: "./", body: { inputs: await dataUrl(file), parameters: values } };
+    if (!hasParameters) return { path, file: withMediaType(file, takes) };
+    return { path, body: { inputs: await dataUrl(file), parameters: values } };
   }
   let inputs = find(".text", form).value;
   if (parts.objects) {
     const url = file ? await dataUrl(file) : FILE;
     inputs = parseJson(objects.value, "input:", (key, value) => (value === FILE ? url : value));
   }
-  return { path: "./", body: hasParameters ? { inputs, parameters: values } : { inputs } };
+  return { path, body: hasParameters ? { inputs, parameters: values } : { inputs } };
 }
 
 // Returns a file with a media type that the server takes: browsers do not know all types.

@@ -1,16 +1,17 @@
 // Speech: transcribe a recording or a file by /v1/audio/transcriptions, with the times of segments.
 
 import { call } from "./api.js";
-import { element, find, showOnSubmit } from "./dom.js";
+import { chooseModel, element, find, showOnSubmit } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { FileField } from "./files.js";
 
 const PATH = "v1/audio/transcriptions";
 
-export function startSpeech(section, ready, [model]) {
+export function startSpeech(section, ready, models) {
+  const model = chooseModel(section, models);
   const form = find("form", section);
   const field = new FileField(find(".file", form), "audio");
-  showOnSubmit(section, () => transcribe(section, field.file, model?.id ?? ready.transcription_model));
+  showOnSubmit(section, () => transcribe(section, field.file, model()?.id ?? ready.transcription_model));
   field.onFile = () => form.requestSubmit();
 }
 

@@ -1,7 +1,7 @@
 // Embeddings and rerank: texts, one per line. A table has their cosine similarities; bars, their relevance
 // to a query.
 
-import { element, find, setUpText, showOnSubmit } from "./dom.js";
+import { chooseModel, element, find, setUpText, showOnSubmit } from "./dom.js";
 import { ask } from "./exchange.js";
 import { bars } from "./results.js";
 
@@ -21,20 +21,22 @@ const DOCUMENTS = [
   "Bread is made from flour, water and salt.",
 ];
 
-export function startEmbeddings(section, ready, [model]) {
+export function startEmbeddings(section, ready, models) {
+  const model = chooseModel(section, models);
   start(section, SENTENCES, input => {
     if (input.length < 2 || input.length > MAX_TEXTS) throw new Error(`2 to ${MAX_TEXTS} texts can be compared`);
-    return ask({ path: "v1/embeddings", body: { model: model?.id, input } },
+    return ask({ path: "v1/embeddings", body: { model: model()?.id, input } },
       ({ data }) => [element("div", { class: "scroll" }, table(input, data.map(({ embedding }) => embedding)))],
       ({ data: [{ embedding }] }) => [`${embedding.length} dimensions`]);
   });
 }
 
-export function startRerank(section, ready, [model]) {
+export function startRerank(section, ready, models) {
+  const model = chooseModel(section, models);
   const query = find("[name=query]", section);
   query.value = QUERY;
   start(section, DOCUMENTS, documents => {
-    const body = { model: model?.id, query: query.value, documents };
+    const body = { model: model()?.id, query: query.value, documents };
     return ask({ path: "v1/rerank", body }, ({ results }) => {
       const scores = results.map(({ index, relevance_score: score }) => ({ label: documents[index], score }));
       return bars(scores, { figure: score => score.toFixed(3) });
