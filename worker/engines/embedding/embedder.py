@@ -3,7 +3,8 @@
     tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
     normalize, encode
 
-or one per token, the states as they are; or sparse ones (splade.py).
+or one per token, the states as they are or those of late interaction (late_interaction.py); or
+sparse ones (splade.py).
 
 Token rows run in single_pass.py or, of decoders, in engine.py.
 """
@@ -20,9 +21,14 @@ from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
+from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pooling import PoolingHead
 from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel, states_of
-from worker.engines.embedding.sentence_transformers import SentenceTransformersConfig
+from worker.engines.embedding.sentence_transformers import (
+    QUERY,
+    ROLES,
+    SentenceTransformersConfig,
+)
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput
@@ -32,10 +38,6 @@ Vectors = NDArray[np.float32]
 
 # Of a response with the states of tokens: 8,192 tokens of a model with 1,024 dimensions.
 MAX_NUMBERS = 1 << 23
-# Roles that clients give a text, each with the prompt names that stand for it.
-QUERY = ("query", "search_query")
-DOCUMENT = ("document", "passage", "corpus", "search_document")
-ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
 
 
 class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
@@ -55,13 +57,21 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         self.pooling = PoolingHead(config, info.device)
         if config.splade:
             self.warm_up_input = replace(self.warm_up_input, encoding="sparse")
+        self.late = late = config.late
+        if late:
+            self.warm_up_input = replace(self.warm_up_input, encoding="tokens")
+            self.queries, self.documents = (
+                FormTokenizer(late, tokenizer, form) for form in ("query", "document")
+            )
         super().__init__(model, self.pooling.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
         self.reads_last_state = {*config.poolings} == {"lasttoken"}
         row = TokenRow(tokenizer.encode("a"))
+        if late:
+            row = self.documents.mark(row, "")
         states = states_of(model, row)
-        self.state_size = states.shape[1]
-        self.dimensions = config.truncate_dim or len(self.head(states, row))
+        self.dimensions = config.truncate_dim or self.head(states, row).shape[-1]
+        self.state_size = self.dimensions if late else states.shape[1]
 
     # ── pool threads ──
 
@@ -69,9 +79,11 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         self._check_dimensions(payload.dimensions)
         rows = self._rows(payload)
         if payload.encoding == "tokens":
-            self._check_states(payload, sum(len(row.ids) for row in rows))
+            self._check_states(payload, sum(len(row.kept or row.ids) for row in rows))
             for row in rows:
                 row.is_pooled = False
+        elif self.late:
+            raise InvalidInput("this model has a vector for each token: POST /embed_all")
         elif (payload.encoding == "sparse") != bool(self.config.splade):
             kind, path = ("sparse", "/embed_sparse") if self.config.splade else ("dense", "/embed")
             raise InvalidInput(f"the vectors of this model are {kind}: POST {path} returns them")
@@ -83,20 +95,25 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         texts = [text for text in payload.inputs if isinstance(text, str)]
         params = [payload.path(n) for n in range(len(texts))]
         prompt = self._prompt(payload)
+        if self.late:
+            forms = self.queries if payload.prompt in QUERY else self.documents
+            return forms.rows(texts, params, prompt, payload.truncation)
         return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
 
     def _rows_of_ids(self, payload: EmbeddingInput) -> list[TokenRow]:
         """Return the rows of inputs that are token ids already."""
         if payload.prompt is not None:
             raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
+        tokenizer = self.documents.tokenizer if self.late else self.tokenizer
         rows = []
         for n, ids in enumerate(payload.inputs):
             assert not isinstance(ids, str)
             param, truncation = payload.path(n), payload.truncation
-            length = self.tokenizer.truncated_length(len(ids), param, truncation)
+            length = tokenizer.truncated_length(len(ids), param, truncation)
             if length is not None:
                 ids = ids[-length:] if truncation.keep_end else ids[:length]
-            rows.append(TokenRow(self.tokenizer.check_ids([*ids], param)))
+            row = TokenRow(tokenizer.check_ids([*ids], param))
+            rows.append(self.documents.mark(row, param) if self.late else row)
         return rows
 
     def _prompt(self, payload: EmbeddingInput) -> str:
@@ -107,12 +124,15 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
                 continue
             if name in prompts:
                 return prompts[name]
-            if param == "input_type" and name in ROLES:
-                return next((prompts[alias] for alias in ROLES[name] if alias in prompts), "")
-            known = [*prompts, *(ROLES if param == "input_type" else ())]
+            takes_roles = param == "input_type" or self.late
+            if takes_roles and name in ROLES:
+                return self.config.role_prompt(name)
+            known = {**prompts, **(ROLES if takes_roles else {})}
             if not known:
                 raise InvalidInput.at(param, "must be left out: this model has no prompts")
             raise InvalidInput.at(param, f"must be one of {', '.join(known)}, not {name[:50]!r}")
+        if self.late:
+            return self.config.role_prompt("document")
         return prompts[self.config.default_prompt] if self.config.default_prompt else ""
 
     def _check_states(self, payload: EmbeddingInput, tokens: int) -> None:

@@ -91,7 +91,7 @@ class Checkpoint:
     def row_model(self, model: PreTrainedModel, output_name: str) -> RowModel:
         """Return the fastest RowModel that keeps the output of this model or a part of it."""
         options = self.options
-        if output_name == STATES:
+        if output_name == STATES and not self.config.late:
             language = LanguageModel(options.model, model, self.tokenizer)
             try:
                 paged = load_paged_runner(language, self.limit, options.compile)
@@ -129,6 +129,8 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         if not options.allow_dimensions:
             dimensions = trained_dimensions(checkpoint.model.config)
         pooling = "splade" if splade else "+".join(checkpoint.config.poolings)
+        if checkpoint.config.late:
+            pooling = "late interaction"
         info = replace(checkpoint.info("feature-extraction", rows), pooling=pooling)
         tokenizer = checkpoint.text_tokenizer()
         return on_worker(partial(Embedder, rows, tokenizer, checkpoint.config, dimensions, info))
@@ -161,6 +163,8 @@ def read_checkpoint(
     model, tokenizer, missing = load_checkpoint(
         options, path, partial(choose_class, config), config.subfolder
     )
+    if config.late:
+        config.late.register_prefixes(tokenizer)
     return Checkpoint(options, model, tokenizer, config, missing, model.num_parameters())
 
 
@@ -168,6 +172,11 @@ def encoder_class(files: SentenceTransformersConfig, config: Any) -> Any:
     """Return the auto class of an embedding model: of an encoder-decoder, only the encoder."""
     if files.splade:
         return AutoModelForMaskedLM
+    if "HF_ColBERT" in (config.architectures or ()):
+        raise LoadingFailed(
+            "its files are Stanford ColBERT's: load it with sentence-transformers' "
+            "MultiVectorEncoder, and serve what that saves"
+        )
     return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
 
 
