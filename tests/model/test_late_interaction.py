@@ -3,6 +3,7 @@ MultiVectorEncoder."""
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from tests.http.test_pipeline_http import error_of
 from tests.model.test_embedder import TEXTS, embed
 from tests.model.test_token_states import token_states
 from tests.serving import serving
-from tests.tiny_embedders import checkpoint, dense, load, write
+from tests.tiny_embedders import checkpoint, dense, load, scored, write
 from worker.engines.embedding import embedder as embedder_module
+from worker.engines.embedding import reranker as reranker_module
 from worker.engines.embedding.embedder import Embedder
-from worker.messages.scoring import Truncation
+from worker.engines.embedding.loading import ScoringOptions, load_reranker
+from worker.messages.scoring import ScoringInput, Truncation
 from worker.model.loading import LoadingFailed
 
 ST = pytest.importorskip("sentence_transformers")
@@ -194,6 +197,43 @@ def test_token_pooling_and_models_without_a_mask_do_not_load(tmp_path: Path) -> 
         load(folder)
 
 
+@pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
+def test_scores_of_pairs_equal_a_multi_vector_encoder(tmp_path: Path, similarity: str) -> None:
+    folder = saved(tmp_path / "m", similarity=similarity, query_expansion=EXPANSION)
+    reranker = load_reranker(ScoringOptions(str(folder)))
+    encoder = ST.MultiVectorEncoder(str(folder), device="cpu")
+    queries = ["hello", "a dog"]
+    expected = encoder.similarity(encoder.encode_query(queries), encoder.encode_document(TEXTS))
+    pairs = [(query, text) for query in queries for text in TEXTS]
+    paths = [("query", f"documents[{n}]") for n in range(len(pairs))]
+    together = scored(reranker, ScoringInput(pairs, paths)).scores
+    np.testing.assert_allclose(together, expected.flatten(), rtol=1e-5)
+    for pair, score in zip(pairs, together, strict=True):
+        [alone] = scored(reranker, ScoringInput([pair], paths[:1])).scores
+        assert alone == pytest.approx(score, rel=1e-5)
+
+
+def test_pairs_are_bounded_and_take_no_instruction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reranker = load_reranker(ScoringOptions(str(saved(tmp_path / "m", query_length=20))))
+    pair = ScoringInput([("a dog", "a b c d e f g h i")], [("query", "documents[0]")])
+    with pytest.raises(InvalidInput, match="instruction: this model takes no instruction"):
+        reranker.tokenize(replace(pair, instruction="x"))
+    rows = reranker.tokenize(replace(pair, max_document_tokens=6, truncation=Truncation()))
+    assert len(rows[1].ids) == 6
+    long = replace(pair, pairs=[("a " * 30, "b")])
+    assert len(reranker.tokenize(long)[0].ids) == 20
+    with pytest.raises(InvalidInput, match=r"query: has .* tokens; the model takes 20"):
+        reranker.tokenize(replace(long, truncation=Truncation()))
+    counts = [len(row.kept or ()) for row in reranker.tokenize(pair)]
+    monkeypatch.setattr(reranker_module, "MAX_TOKEN_PAIRS", counts[0] * counts[1])
+    reranker.tokenize(pair)
+    monkeypatch.setattr(reranker_module, "MAX_TOKEN_PAIRS", counts[0] * counts[1] - 1)
+    with pytest.raises(InvalidInput, match=r"documents\[0\]: has over .* pairs of its tokens"):
+        reranker.tokenize(pair)
+
+
 # ── over HTTP ──
 
 
@@ -215,3 +255,16 @@ def test_late_interaction_over_http(tmp_path: Path) -> None:
             answer = post(server, path, body)
             assert answer.status_code == 400
             assert "POST /embed_all" in error_of(answer)["message"]
+
+
+def test_rankings_and_scores_of_a_late_interaction_model_over_http(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    encoder = ST.MultiVectorEncoder(str(folder), device="cpu")
+    query = encoder.encode_query(["a dog"])
+    [expected] = encoder.similarity(query, encoder.encode_document(TEXTS)).tolist()
+    with serving(rerank_model=str(folder)) as server:
+        ranking = post(server, "/rerank", {"query": "a dog", "texts": TEXTS}).json()
+        scores = {entry["index"]: entry["score"] for entry in ranking}
+        assert [scores[n] for n in range(len(TEXTS))] == pytest.approx(expected, rel=1e-5)
+        data = post(server, "/v1/score", {"text_1": "a dog", "text_2": TEXTS}).json()["data"]
+        assert [entry["score"] for entry in data] == pytest.approx(expected, rel=1e-5)

@@ -29,7 +29,7 @@ from worker.engines.embedding.embedder import Embedder
 from worker.engines.embedding.engine import ScoringEngine, load_paged_runner
 from worker.engines.embedding.pairs import CrossEncoderTokenizer, PromptTokenizer
 from worker.engines.embedding.pooling_runner import RowModel, states_of
-from worker.engines.embedding.reranker import Reranker, answer_logit, label_logit
+from worker.engines.embedding.reranker import LateReranker, Reranker, answer_logit, label_logit
 from worker.engines.embedding.sentence_transformers import (
     SentenceTransformersConfig,
     make_activation,
@@ -136,16 +136,18 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         return on_worker(partial(Embedder, rows, tokenizer, checkpoint.config, dimensions, info))
 
 
-def load_reranker(options: ScoringOptions) -> Reranker:
+def load_reranker(options: ScoringOptions) -> Reranker | LateReranker:
     """Load a reranker. Raises LoadingFailed if the model cannot be served."""
     with load_errors(options.model, "reranking"):
         checkpoint = read_checkpoint(options, reranker_class)
+        if checkpoint.config.late:
+            return make_late_reranker(checkpoint)
         if is_causal_lm(checkpoint.model.config):
             return make_yes_no_reranker(checkpoint)
         return make_cross_encoder(checkpoint)
 
 
-def new_engine(scorer: Embedder | Reranker, batcher: DynamicBatcher[Any]) -> Engine:
+def new_engine(scorer: Embedder | Reranker | LateReranker, batcher: DynamicBatcher[Any]) -> Engine:
     """Return the engine of a scorer: the generation engine for one that runs on a paged cache."""
     if isinstance(scorer.model, PagedRunner):
         return ScoringEngine(scorer, batcher.max_size)
@@ -181,6 +183,8 @@ def encoder_class(files: SentenceTransformersConfig, config: Any) -> Any:
 
 
 def reranker_class(files: SentenceTransformersConfig, config: Any) -> Any:
+    if files.late:
+        return encoder_class(files, config)
     if is_causal_lm(config):
         return AutoModelForCausalLM
     names = config.architectures or ()
@@ -230,6 +234,13 @@ def make_cross_encoder(checkpoint: Checkpoint) -> Reranker:
     info = checkpoint.info("text-classification", rows)
     pairs = CrossEncoderTokenizer(tokenizer)
     return Reranker(rows, label_logit, tokenizer, pairs, activation, info)
+
+
+def make_late_reranker(checkpoint: Checkpoint) -> LateReranker:
+    check_weights(checkpoint)
+    rows = checkpoint.row_model(checkpoint.model, STATES)
+    tokenizer, info = checkpoint.text_tokenizer(), checkpoint.info("text-ranking", rows)
+    return on_worker(partial(LateReranker, rows, tokenizer, checkpoint.config, info))
 
 
 def model_activation(model: PreTrainedModel) -> nn.Module | None:
