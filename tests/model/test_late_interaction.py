@@ -170,10 +170,18 @@ def test_a_text_without_a_kept_token_is_refused(tmp_path: Path) -> None:
     [
         ("sentence_bert_config.json", {"transformer_task": "retrieval"}, "images"),
         ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "chat messages"),
-        ("sentence_bert_config.json", {"query_expansion": {"strategy": "no"}}, "expansion is not"),
-        ("sentence_bert_config.json", {"query_expansion": EXPANSION | {"length": 99}}, "fewer"),
-        ("sentence_bert_config.json", {"query_expansion": EXPANSION | {"token": "no"}}, "lacks"),
-        ("tokenizer_config.json", {"padding_side": "left"}, "at the left"),
+        ("sentence_bert_config.json", {"query_expansion": {"strategy": "no"}}, "expansion"),
+        (
+            "sentence_bert_config.json",
+            {"query_expansion": EXPANSION | {"length": 99}},
+            "expansion",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"query_expansion": EXPANSION | {"token": "no"}},
+            "cannot",
+        ),
+        ("tokenizer_config.json", {"padding_side": "left"}, "at the right"),
         ("1_Dense/config.json", {"module_input_name": "sentence_embedding"}, "not token_embedd"),
         ("config.json", {"architectures": ["HF_ColBERT"]}, "Stanford"),
     ],
@@ -251,6 +259,8 @@ def test_late_interaction_over_http(tmp_path: Path) -> None:
             ("/v1/embeddings", {"input": "a"}),
             ("/embed", {"inputs": "a"}),
             ("/embed_sparse", {"inputs": "a"}),
+            ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+            ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ):
             answer = post(server, path, body)
             assert answer.status_code == 400

@@ -80,13 +80,6 @@ class ScoringOutput:
     tokens: int
 
 
-def maxsim(query: NDArray[np.float32], document: NDArray[np.float32], is_mean: bool) -> float:
-    """Return the sum, or the mean, of each query vector's [q, D] largest product with a document's
-    [d, D]."""
-    largest = (query @ document.T).max(1)
-    return float(largest.mean() if is_mean else largest.sum())
-
-
 class PartSize(NamedTuple):
     """The limits of a part: inputs, and characters or tokens in all."""
 

@@ -70,8 +70,9 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         if late:
             row = self.documents.mark(row, "")
         states = states_of(model, row)
-        self.dimensions = config.truncate_dim or self.head(states, row).shape[-1]
-        self.state_size = self.dimensions if late else states.shape[1]
+        size = self.head(states, row).shape[-1]
+        self.dimensions = config.truncate_dim or size
+        self.state_size = size if late else states.shape[1]
 
     # ── pool threads ──
 
@@ -83,7 +84,10 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             for row in rows:
                 row.is_pooled = False
         elif self.late:
-            raise InvalidInput("this model has a vector for each token: POST /embed_all")
+            raise InvalidInput(
+                "this model has a vector for each token: POST /embed_all returns them; "
+                "as RERANK_MODEL, it answers /rerank and /v1/score"
+            )
         elif (payload.encoding == "sparse") != bool(self.config.splade):
             kind, path = ("sparse", "/embed_sparse") if self.config.splade else ("dense", "/embed")
             raise InvalidInput(f"the vectors of this model are {kind}: POST {path} returns them")

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
@@ -30,19 +28,9 @@ PYLATE_KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
-    """How a query is filled up to `length` tokens."""
-
-    length: int
-    is_fixed: bool  # longer queries are too long
-    is_attended: bool  # the text's tokens attend to expansion tokens
-    token: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class LateInteraction:
     lengths: Mapping[str, int | None]  # tokens by form
-    expansion: Expansion | None
+    expansion: Mapping[str, Any] | None  # of queries: strategy, length, attend, token
     mask: Mapping[str, Any]  # the file of MultiVectorMask
     prefixes: Mapping[str, str]  # PyLate's, by form: each is one token if the tokenizer has it
     is_mean: bool  # scores are divided by the tokens of the query
@@ -80,22 +68,11 @@ def read_late_interaction(
         mask = {"skiplist_words": [*string.punctuation] if words is None else words}
     return LateInteraction(
         {form: knobs.get(f"{form}_length") for form in ("query", "document")},
-        expansion and _expansion(expansion),
+        expansion,
         mask,
-        {
-            form: general[f"{form}_prefix"] or ""
-            for form in ("query", "document")
-            if f"{form}_prefix" in general
-        },
+        {form: general.get(f"{form}_prefix") or "" for form in ("query", "document")},
         general.get("similarity_fn_name") == "meanmaxsim",
     )
-
-
-def _expansion(config: Mapping[str, Any]) -> Expansion:
-    strategy, length = config.get("strategy"), config.get("length")
-    if strategy not in ("fixed", "min") or not isinstance(length, int) or length < 1:
-        raise LoadingFailed(f"its query expansion is not supported: {config}"[:200])
-    return Expansion(length, strategy == "fixed", bool(config.get("attend")), config.get("token"))
 
 
 class FormTokenizer:
@@ -104,15 +81,10 @@ class FormTokenizer:
     def __init__(self, config: LateInteraction, tokenizer: TextTokenizer, form: Form) -> None:
         """Raises LoadingFailed for an expansion that the model cannot run."""
         self.tokenizer = copy.copy(tokenizer)
-        self.expansion = config.expansion if form == "query" else None
-        limit = config.lengths[form] or tokenizer.limit
-        if self.expansion:
-            length = self.expansion.length
-            limit = length if self.expansion.is_fixed else limit
-            self._expansion_id = self._find_expansion_token(self.expansion)
-            if length > tokenizer.limit:
-                raise LoadingFailed(f"its queries have {length} tokens, and it takes fewer")
-        self.tokenizer.limit = min(tokenizer.limit, limit)
+        self.tokenizer.limit = min(tokenizer.limit, config.lengths[form] or tokenizer.limit)
+        self._min_length = 0
+        if form == "query" and config.expansion:
+            self._set_expansion(config.expansion)
         hf, mask = tokenizer.tokenizer, config.mask
         self._skipped: set[int] = set()
         if form in (mask.get("skiplist_tasks") or ["document"]):
@@ -123,15 +95,19 @@ class FormTokenizer:
         allowed = mask.get("keep_only_token_ids") if form == "document" else None
         self._allowed = {*allowed} if allowed else None  # None: all
 
-    def _find_expansion_token(self, expansion: Expansion) -> int:
-        hf = self.tokenizer.tokenizer
-        token = expansion.token or hf.mask_token or hf.eos_token
-        found = None if token is None else hf.convert_tokens_to_ids(token)
-        if found is None or (found == hf.unk_token_id and token != hf.unk_token):
-            raise LoadingFailed("its tokenizer lacks the token that fills up queries")
-        if hf.padding_side != "right":
-            raise LoadingFailed("its tokenizer fills up queries at the left")
-        return int(found)
+    def _set_expansion(self, expansion: Mapping[str, Any]) -> None:
+        strategy, length = expansion.get("strategy"), expansion.get("length")
+        limit, hf = self.tokenizer.limit, self.tokenizer.tokenizer
+        token = expansion.get("token") or hf.mask_token or hf.eos_token
+        self._expansion_id: Any = None if token is None else hf.convert_tokens_to_ids(token)
+        is_unknown = self._expansion_id == hf.unk_token_id and token != hf.unk_token
+        if self._expansion_id is None or is_unknown or hf.padding_side != "right":
+            raise LoadingFailed("its tokenizer cannot fill up queries at the right")
+        if strategy not in ("fixed", "min") or not isinstance(length, int) or length > limit:
+            raise LoadingFailed(f"its query expansion is not supported: {expansion}"[:200])
+        self._min_length, self._attends = length, bool(expansion.get("attend"))
+        if strategy == "fixed":
+            self.tokenizer.limit = length
 
     def rows(
         self, texts: Sequence[str], params: Sequence[str], prompt: str, truncation: Truncation
@@ -142,17 +118,11 @@ class FormTokenizer:
     def mark(self, row: TokenRow, param: str) -> TokenRow:
         """Expand a row, and set which of its tokens have a vector. Raises InvalidInput for none."""
         row.is_pooled = False
-        if self.expansion and (missing := self.expansion.length - len(row.ids)) > 0:
-            if not self.expansion.is_attended:
-                row.attended = len(row.ids)
+        if (missing := self._min_length - len(row.ids)) > 0:
+            row.attended = None if self._attends else len(row.ids)
             row.ids = [*row.ids, *[self._expansion_id] * missing]
         compared = (self._allowed or {*row.ids}) - self._skipped
         row.kept = [n for n, token_id in enumerate(row.ids) if token_id in compared]
         if not row.kept:
             raise InvalidInput.at(param, "has no tokens that this model compares")
         return row
-
-
-def select(states: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return the states [tokens, H] of some tokens."""
-    return states[torch.tensor(kept, device=states.device)]

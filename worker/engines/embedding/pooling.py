@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from worker.engines.embedding.late_interaction import select
 from worker.engines.embedding.sentence_transformers import Normalize, SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TokenRow
 
@@ -49,7 +48,8 @@ class PoolingHead:
         """Pool a text's states [tokens, H] to one vector, unless all of them are requested. Tokens
         that are kept for late interaction have a vector each."""
         if row.kept is not None:
-            vectors: Tensor = self.layers(select(states, row.kept).float())
+            kept = states[torch.tensor(row.kept, device=states.device)]
+            vectors: Tensor = self.layers(kept.float())
             return vectors
         if not row.is_pooled:
             return states.to(torch.float32, copy=True)  # does not keep the batch's states alive

@@ -22,7 +22,7 @@ from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel
 from worker.engines.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
-from worker.messages.scoring import ScoringInput, ScoringOutput, Truncation, maxsim
+from worker.messages.scoring import ScoringInput, ScoringOutput, Truncation
 
 # Of a query with a document: 2,048 tokens with 8,192.
 MAX_TOKEN_PAIRS = 1 << 24
@@ -72,7 +72,7 @@ class LateReranker(PoolingRunner[ScoringInput, ScoringOutput]):
     ) -> None:
         super().__init__(model, PoolingHead(config, info.device).pool, tokenizer, info)
         assert config.late
-        self.is_mean = config.late.is_mean
+        self.reduce = Tensor.mean if config.late.is_mean else Tensor.sum
         self.prompts = config.role_prompt("query"), config.role_prompt("document")
         self.queries = FormTokenizer(config.late, tokenizer, "query")
         self.documents = FormTokenizer(config.late, tokenizer, "document")
@@ -101,12 +101,12 @@ class LateReranker(PoolingRunner[ScoringInput, ScoringOutput]):
 
     def finish(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
         """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
-        vectors = [output.numpy() for output in raw]
         texts = [query for query, _ in item.payload.pairs]
-        queries = dict(zip(dict.fromkeys(texts), vectors, strict=False))
-        documents = vectors[len(queries) :]
-        pairs = [(queries[text], other) for text, other in zip(texts, documents, strict=True)]
-        scores = [maxsim(query, other, self.is_mean) for query, other in pairs]
+        queries = dict(zip(dict.fromkeys(texts), raw, strict=False))
+        pairs = zip(texts, raw[len(queries) :], strict=True)
+        scores = [
+            float(self.reduce((queries[text] @ document.T).amax(1))) for text, document in pairs
+        ]
         if not all(map(math.isfinite, scores)):
             raise ItemFailed("the model returned NaN or infinity for this input")
         return ScoringOutput(scores, item.tokens)

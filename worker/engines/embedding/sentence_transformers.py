@@ -160,8 +160,9 @@ def read_config(model: str) -> SentenceTransformersConfig:
         transformer = _transformer_config(model, read.get("subfolder", ""))
         late = read["late"] = read_late_interaction(general, transformer, mask)
         for form, prefix in late.prefixes.items():
-            prompt = read["prompts"].get(form, "")
-            read["prompts"][form] = prefix + prompt.removeprefix(prefix)
+            if prefix:
+                prompt = read["prompts"].get(form, "")
+                read["prompts"][form] = prefix + prompt.removeprefix(prefix)
         if mask is None:  # PyLate masks and normalizes without modules
             layers.append(Normalize())
     return SentenceTransformersConfig(**read, layers=layers)
