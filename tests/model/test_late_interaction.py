@@ -174,7 +174,7 @@ def test_a_text_without_a_kept_token_is_refused(tmp_path: Path) -> None:
         (
             "sentence_bert_config.json",
             {"query_expansion": EXPANSION | {"length": 99}},
-            "expansion",
+            "1 to 64",
         ),
         (
             "sentence_bert_config.json",

@@ -87,7 +87,8 @@ class FormTokenizer:
             self._set_expansion(config.expansion)
         hf, mask = tokenizer.tokenizer, config.mask
         self._skipped: set[int] = set()
-        if form in (mask.get("skiplist_tasks") or ["document"]):
+        tasks = mask.get("skiplist_tasks")
+        if form in (["document"] if tasks is None else tasks):
             words = mask.get("skiplist_words") or ()
             ids = {word: hf.convert_tokens_to_ids(word) for word in words}
             unknown = hf.unk_token_id
@@ -103,8 +104,10 @@ class FormTokenizer:
         is_unknown = self._expansion_id == hf.unk_token_id and token != hf.unk_token
         if self._expansion_id is None or is_unknown or hf.padding_side != "right":
             raise LoadingFailed("its tokenizer cannot fill up queries at the right")
-        if strategy not in ("fixed", "min") or not isinstance(length, int) or length > limit:
+        if strategy not in ("fixed", "min") or not isinstance(length, int):
             raise LoadingFailed(f"its query expansion is not supported: {expansion}"[:200])
+        if not 0 < length <= limit:
+            raise LoadingFailed(f"its queries have {length} tokens, not 1 to {limit}")
         self._min_length, self._attends = length, bool(expansion.get("attend"))
         if strategy == "fixed":
             self.tokenizer.limit = length
