@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from batching.errors import InvalidInput
+from server.apis.openai.embedding import score as score_module
 from tests import tiny
 from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
@@ -259,12 +260,42 @@ def test_late_interaction_over_http(tmp_path: Path) -> None:
             ("/v1/embeddings", {"input": "a"}),
             ("/embed", {"inputs": "a"}),
             ("/embed_sparse", {"inputs": "a"}),
-            ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
-            ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ):
             answer = post(server, path, body)
             assert answer.status_code == 400
             assert "POST /embed_all" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
+def test_scores_of_an_embedding_model_are_maxsim(
+    tmp_path: Path, similarity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "m", similarity=similarity, query_expansion=EXPANSION)
+    encoder = ST.MultiVectorEncoder(str(folder), device="cpu")
+    texts = TEXTS * 5  # several parts
+    queries, documents = encoder.encode_query(["a dog", "a"]), encoder.encode_document(texts)
+    expected = encoder.similarity(queries, documents).numpy()
+    with serving(embedding_model=str(folder)) as server:
+
+        def scores(first: Any, second: Any) -> Any:
+            response = post(server, "/v1/score", {"text_1": first, "text_2": second}).json()
+            return [entry["score"] for entry in response["data"]]
+
+        np.testing.assert_allclose(scores("a dog", texts), expected[0], rtol=1e-5)
+        pairs = scores(["a dog", "a"], texts[:2])
+        np.testing.assert_allclose(pairs, expected[:, :2].diagonal(), rtol=1e-5)
+        np.testing.assert_allclose(scores(["a dog", "a"], texts[0]), expected[:, 0], rtol=1e-5)
+        body = {"inputs": {"source_sentence": "a", "sentences": texts}}
+        np.testing.assert_allclose(post(server, "/similarity", body).json(), expected[1], rtol=1e-5)
+        monkeypatch.setattr(score_module, "MAX_TOKEN_PAIRS", 100)
+        answer = post(server, "/similarity", body)
+        assert answer.status_code == 400
+        assert "over 100 pairs of tokens" in error_of(answer)["message"]
+        limit = sum(document.numel() for document in documents)  # without the query's
+        monkeypatch.setattr(embedder_module, "MAX_NUMBERS", limit)
+        answer = post(server, "/v1/score", {"text_1": "a", "text_2": texts})
+        assert answer.status_code == 400
+        assert f"more than {limit} numbers" in error_of(answer)["message"]
 
 
 def test_rankings_and_scores_of_a_late_interaction_model_over_http(tmp_path: Path) -> None:

@@ -79,14 +79,14 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
     def tokenize(self, payload: EmbeddingInput) -> list[TokenRow]:
         self._check_dimensions(payload.dimensions)
         rows = self._rows(payload)
-        if payload.encoding == "tokens":
+        if payload.encoding == "tokens" or (self.late and payload.encoding == "vectors"):
             self._check_states(payload, sum(len(row.kept or row.ids) for row in rows))
             for row in rows:
                 row.is_pooled = False
         elif self.late:
             raise InvalidInput(
-                "this model has a vector for each token: POST /embed_all returns them; "
-                "as RERANK_MODEL, it answers /rerank and /v1/score"
+                "this model has a vector for each token: POST /embed_all returns them, and "
+                "/v1/score compares them"
             )
         elif (payload.encoding == "sparse") != bool(self.config.splade):
             kind, path = ("sparse", "/embed_sparse") if self.config.splade else ("dense", "/embed")
@@ -100,7 +100,8 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         params = [payload.path(n) for n in range(len(texts))]
         prompt = self._prompt(payload)
         if self.late:
-            forms = self.queries if payload.prompt in QUERY else self.documents
+            is_query = payload.prompt in QUERY if payload.prompt else payload.is_query
+            forms = self.queries if is_query else self.documents
             return forms.rows(texts, params, prompt, payload.truncation)
         return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
 
@@ -136,7 +137,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
                 raise InvalidInput.at(param, "must be left out: this model has no prompts")
             raise InvalidInput.at(param, f"must be one of {', '.join(known)}, not {name[:50]!r}")
         if self.late:
-            return self.config.role_prompt("document")
+            return self.config.role_prompt("query" if payload.is_query else "document")
         return prompts[self.config.default_prompt] if self.config.default_prompt else ""
 
     def _check_states(self, payload: EmbeddingInput, tokens: int) -> None:
@@ -145,7 +146,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             raise InvalidInput("this model keeps the state of a text's last token only")
         payload.numbers.append(tokens * self.state_size)
         if sum(payload.numbers) > MAX_NUMBERS:
-            reason = f"the response would have more than {MAX_NUMBERS} numbers: send fewer texts"
+            reason = f"the vectors would have more than {MAX_NUMBERS} numbers: send fewer texts"
             raise InvalidInput.at(payload.param, reason)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
@@ -176,6 +177,10 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             encode = to_numbers if payload.encoding == "tokens" else to_entries
             content = b",".join(encode(output.numpy()) for output in raw)
             return EmbeddingOutput(content, np.empty(0, np.float32), item.tokens)
+        if self.late:
+            scale = self.late.is_mean and payload.is_query
+            rows = [(output / len(output) if scale else output).numpy() for output in raw]
+            return EmbeddingOutput(b"", np.empty(0, np.float32), item.tokens, rows)
         dimensions = payload.dimensions or self.dimensions
         normalize = payload.normalize
         if normalize is None:

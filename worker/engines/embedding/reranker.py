@@ -22,10 +22,7 @@ from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel
 from worker.engines.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
-from worker.messages.scoring import ScoringInput, ScoringOutput, Truncation
-
-# Of a query with a document: 2,048 tokens with 8,192.
-MAX_TOKEN_PAIRS = 1 << 24
+from worker.messages.scoring import MAX_TOKEN_PAIRS, ScoringInput, ScoringOutput, Truncation
 
 
 class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
