@@ -19,7 +19,7 @@ from tests.tiny import folder as folder
 from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
 from worker.engines.embedding.embedder import Embedder
 from worker.engines.embedding.loading import ScoringOptions, load_embedder, new_engine
-from worker.engines.embedding.reranker import Reranker
+from worker.engines.embedding.reranker import LateReranker, Reranker
 from worker.messages.protocol import ALONE, Engine, OtherModels
 from worker.messages.scoring import (
     EmbeddingInput,
@@ -118,7 +118,7 @@ def load(folder: Path, **options: Any) -> Embedder:
     return load_embedder(ScoringOptions(str(folder), **options))
 
 
-def engine_of(scorer: Embedder | Reranker) -> Engine:
+def engine_of(scorer: Embedder | Reranker | LateReranker) -> Engine:
     """Return the engine that serves a scorer, the same on every call."""
     engine: Engine = vars(scorer).setdefault("engine", None) or new_engine(
         scorer, DynamicBatcher[Any](32, 1 << 14, 0.0)
@@ -157,7 +157,7 @@ def embedded(
     return output
 
 
-def scored(reranker: Reranker, payload: ScoringInput) -> ScoringOutput:
+def scored(reranker: Reranker | LateReranker, payload: ScoringInput) -> ScoringOutput:
     engine = engine_of(reranker)
     engine.add(prepared(engine, payload))
     [output] = run(engine)

@@ -33,7 +33,9 @@ def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[flo
 
 
 def load(folder: Path) -> Reranker:
-    return load_reranker(ScoringOptions(str(folder)))
+    reranker = load_reranker(ScoringOptions(str(folder)))
+    assert isinstance(reranker, Reranker)
+    return reranker
 
 
 @torch.no_grad()

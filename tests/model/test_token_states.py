@@ -91,6 +91,6 @@ def test_the_numbers_of_all_parts_of_a_response_are_bounded(
     for _ in range(2):
         token_states(embedder, TEXTS[:1], numbers=counted)
     with pytest.raises(
-        InvalidInput, match=f"input: the response would have more than {2 * numbers}"
+        InvalidInput, match=f"input: the vectors would have more than {2 * numbers}"
     ):
         token_states(embedder, TEXTS[:1], numbers=counted)

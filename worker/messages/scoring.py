@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 # The inputs of a part: a list of 2,048 takes 128 of the queue's slots.
 MAX_PART_INPUTS = 16
+# Products of tokens that MaxSim compares: a query of 2,048 with a document of 8,192.
+MAX_TOKEN_PAIRS = 1 << 24
 T = TypeVar("T")
 # Of vectors: as JSON, for /v1/embeddings or as a bare list; the vectors of each token; sparse ones;
 # an array.
@@ -40,6 +42,7 @@ class EmbeddingInput:
     normalize: bool | None = None  # None: the checkpoint's setting
     truncation: Truncation = Truncation()
     encoding: Encoding = "float"
+    is_query: bool = False  # for late interaction without a prompt: not a document
     param: str = "input"
     numbers: list[int] = field(default_factory=list)  # of the response, by part; a shared list
     cache_namespace: bytes = b""  # cached prefixes are shared within it alone
@@ -58,6 +61,7 @@ class EmbeddingOutput:
     content: bytes
     vectors: NDArray[np.float32]
     tokens: int
+    token_vectors: Sequence[NDArray[np.float32]] = ()  # of late interaction, [tokens, D] by input
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
     tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
     normalize, encode
 
-or one per token, the states as they are; or sparse ones (splade.py).
+or one per token, the states as they are or those of late interaction (late_interaction.py); or
+sparse ones (splade.py).
 
 Token rows run in single_pass.py or, of decoders, in engine.py.
 """
@@ -20,9 +21,14 @@ from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
+from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pooling import PoolingHead
 from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel, states_of
-from worker.engines.embedding.sentence_transformers import SentenceTransformersConfig
+from worker.engines.embedding.sentence_transformers import (
+    QUERY,
+    ROLES,
+    SentenceTransformersConfig,
+)
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput
@@ -32,10 +38,6 @@ Vectors = NDArray[np.float32]
 
 # Of a response with the states of tokens: 8,192 tokens of a model with 1,024 dimensions.
 MAX_NUMBERS = 1 << 23
-# Roles that clients give a text, each with the prompt names that stand for it.
-QUERY = ("query", "search_query")
-DOCUMENT = ("document", "passage", "corpus", "search_document")
-ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
 
 
 class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
@@ -55,23 +57,37 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         self.pooling = PoolingHead(config, info.device)
         if config.splade:
             self.warm_up_input = replace(self.warm_up_input, encoding="sparse")
+        self.late = late = config.late
+        if late:
+            self.warm_up_input = replace(self.warm_up_input, encoding="tokens")
+            self.queries, self.documents = (
+                FormTokenizer(late, tokenizer, form) for form in ("query", "document")
+            )
         super().__init__(model, self.pooling.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
         self.reads_last_state = {*config.poolings} == {"lasttoken"}
         row = TokenRow(tokenizer.encode("a"))
+        if late:
+            row = self.documents.mark(row, "")
         states = states_of(model, row)
-        self.state_size = states.shape[1]
-        self.dimensions = config.truncate_dim or len(self.head(states, row))
+        size = self.head(states, row).shape[-1]
+        self.dimensions = config.truncate_dim or size
+        self.state_size = size if late else states.shape[1]
 
     # ── pool threads ──
 
     def tokenize(self, payload: EmbeddingInput) -> list[TokenRow]:
         self._check_dimensions(payload.dimensions)
         rows = self._rows(payload)
-        if payload.encoding == "tokens":
-            self._check_states(payload, sum(len(row.ids) for row in rows))
+        if payload.encoding == "tokens" or (self.late and payload.encoding == "vectors"):
+            self._check_states(payload, sum(len(row.kept or row.ids) for row in rows))
             for row in rows:
                 row.is_pooled = False
+        elif self.late:
+            raise InvalidInput(
+                "this model has a vector for each token: POST /embed_all returns them, and "
+                "/v1/score compares them"
+            )
         elif (payload.encoding == "sparse") != bool(self.config.splade):
             kind, path = ("sparse", "/embed_sparse") if self.config.splade else ("dense", "/embed")
             raise InvalidInput(f"the vectors of this model are {kind}: POST {path} returns them")
@@ -83,20 +99,26 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         texts = [text for text in payload.inputs if isinstance(text, str)]
         params = [payload.path(n) for n in range(len(texts))]
         prompt = self._prompt(payload)
+        if self.late:
+            is_query = payload.prompt in QUERY if payload.prompt else payload.is_query
+            forms = self.queries if is_query else self.documents
+            return forms.rows(texts, params, prompt, payload.truncation)
         return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
 
     def _rows_of_ids(self, payload: EmbeddingInput) -> list[TokenRow]:
         """Return the rows of inputs that are token ids already."""
         if payload.prompt is not None:
             raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
+        tokenizer = self.documents.tokenizer if self.late else self.tokenizer
         rows = []
         for n, ids in enumerate(payload.inputs):
             assert not isinstance(ids, str)
             param, truncation = payload.path(n), payload.truncation
-            length = self.tokenizer.truncated_length(len(ids), param, truncation)
+            length = tokenizer.truncated_length(len(ids), param, truncation)
             if length is not None:
                 ids = ids[-length:] if truncation.keep_end else ids[:length]
-            rows.append(TokenRow(self.tokenizer.check_ids([*ids], param)))
+            row = TokenRow(tokenizer.check_ids([*ids], param))
+            rows.append(self.documents.mark(row, param) if self.late else row)
         return rows
 
     def _prompt(self, payload: EmbeddingInput) -> str:
@@ -107,12 +129,15 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
                 continue
             if name in prompts:
                 return prompts[name]
-            if param == "input_type" and name in ROLES:
-                return next((prompts[alias] for alias in ROLES[name] if alias in prompts), "")
-            known = [*prompts, *(ROLES if param == "input_type" else ())]
+            takes_roles = param == "input_type" or self.late
+            if takes_roles and name in ROLES:
+                return self.config.role_prompt(name)
+            known = {**prompts, **(ROLES if takes_roles else {})}
             if not known:
                 raise InvalidInput.at(param, "must be left out: this model has no prompts")
             raise InvalidInput.at(param, f"must be one of {', '.join(known)}, not {name[:50]!r}")
+        if self.late:
+            return self.config.role_prompt("query" if payload.is_query else "document")
         return prompts[self.config.default_prompt] if self.config.default_prompt else ""
 
     def _check_states(self, payload: EmbeddingInput, tokens: int) -> None:
@@ -121,7 +146,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             raise InvalidInput("this model keeps the state of a text's last token only")
         payload.numbers.append(tokens * self.state_size)
         if sum(payload.numbers) > MAX_NUMBERS:
-            reason = f"the response would have more than {MAX_NUMBERS} numbers: send fewer texts"
+            reason = f"the vectors would have more than {MAX_NUMBERS} numbers: send fewer texts"
             raise InvalidInput.at(payload.param, reason)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
@@ -152,6 +177,10 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             encode = to_numbers if payload.encoding == "tokens" else to_entries
             content = b",".join(encode(output.numpy()) for output in raw)
             return EmbeddingOutput(content, np.empty(0, np.float32), item.tokens)
+        if self.late:
+            scale = self.late.is_mean and payload.is_query
+            rows = [(output / len(output) if scale else output).numpy() for output in raw]
+            return EmbeddingOutput(b"", np.empty(0, np.float32), item.tokens, rows)
         dimensions = payload.dimensions or self.dimensions
         normalize = payload.normalize
         if normalize is None:

@@ -29,7 +29,7 @@ from worker.engines.embedding.embedder import Embedder
 from worker.engines.embedding.engine import ScoringEngine, load_paged_runner
 from worker.engines.embedding.pairs import CrossEncoderTokenizer, PromptTokenizer
 from worker.engines.embedding.pooling_runner import RowModel, states_of
-from worker.engines.embedding.reranker import Reranker, answer_logit, label_logit
+from worker.engines.embedding.reranker import LateReranker, Reranker, answer_logit, label_logit
 from worker.engines.embedding.sentence_transformers import (
     SentenceTransformersConfig,
     make_activation,
@@ -91,7 +91,7 @@ class Checkpoint:
     def row_model(self, model: PreTrainedModel, output_name: str) -> RowModel:
         """Return the fastest RowModel that keeps the output of this model or a part of it."""
         options = self.options
-        if output_name == STATES:
+        if output_name == STATES and not self.config.late:
             language = LanguageModel(options.model, model, self.tokenizer)
             try:
                 paged = load_paged_runner(language, self.limit, options.compile)
@@ -129,21 +129,25 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         if not options.allow_dimensions:
             dimensions = trained_dimensions(checkpoint.model.config)
         pooling = "splade" if splade else "+".join(checkpoint.config.poolings)
+        if checkpoint.config.late:
+            pooling = "late interaction"
         info = replace(checkpoint.info("feature-extraction", rows), pooling=pooling)
         tokenizer = checkpoint.text_tokenizer()
         return on_worker(partial(Embedder, rows, tokenizer, checkpoint.config, dimensions, info))
 
 
-def load_reranker(options: ScoringOptions) -> Reranker:
+def load_reranker(options: ScoringOptions) -> Reranker | LateReranker:
     """Load a reranker. Raises LoadingFailed if the model cannot be served."""
     with load_errors(options.model, "reranking"):
         checkpoint = read_checkpoint(options, reranker_class)
+        if checkpoint.config.late:
+            return make_late_reranker(checkpoint)
         if is_causal_lm(checkpoint.model.config):
             return make_yes_no_reranker(checkpoint)
         return make_cross_encoder(checkpoint)
 
 
-def new_engine(scorer: Embedder | Reranker, batcher: DynamicBatcher[Any]) -> Engine:
+def new_engine(scorer: Embedder | Reranker | LateReranker, batcher: DynamicBatcher[Any]) -> Engine:
     """Return the engine of a scorer: the generation engine for one that runs on a paged cache."""
     if isinstance(scorer.model, PagedRunner):
         return ScoringEngine(scorer, batcher.max_size)
@@ -161,6 +165,8 @@ def read_checkpoint(
     model, tokenizer, missing = load_checkpoint(
         options, path, partial(choose_class, config), config.subfolder
     )
+    if config.late:
+        config.late.register_prefixes(tokenizer)
     return Checkpoint(options, model, tokenizer, config, missing, model.num_parameters())
 
 
@@ -168,10 +174,17 @@ def encoder_class(files: SentenceTransformersConfig, config: Any) -> Any:
     """Return the auto class of an embedding model: of an encoder-decoder, only the encoder."""
     if files.splade:
         return AutoModelForMaskedLM
+    if "HF_ColBERT" in (config.architectures or ()):
+        raise LoadingFailed(
+            "its files are Stanford ColBERT's: load it with sentence-transformers' "
+            "MultiVectorEncoder, and serve what that saves"
+        )
     return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
 
 
 def reranker_class(files: SentenceTransformersConfig, config: Any) -> Any:
+    if files.late:
+        return encoder_class(files, config)
     if is_causal_lm(config):
         return AutoModelForCausalLM
     names = config.architectures or ()
@@ -221,6 +234,13 @@ def make_cross_encoder(checkpoint: Checkpoint) -> Reranker:
     info = checkpoint.info("text-classification", rows)
     pairs = CrossEncoderTokenizer(tokenizer)
     return Reranker(rows, label_logit, tokenizer, pairs, activation, info)
+
+
+def make_late_reranker(checkpoint: Checkpoint) -> LateReranker:
+    check_weights(checkpoint)
+    rows = checkpoint.row_model(checkpoint.model, STATES)
+    tokenizer, info = checkpoint.text_tokenizer(), checkpoint.info("text-ranking", rows)
+    return on_worker(partial(LateReranker, rows, tokenizer, checkpoint.config, info))
 
 
 def model_activation(model: PreTrainedModel) -> nn.Module | None:

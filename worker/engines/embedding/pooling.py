@@ -38,14 +38,19 @@ class PoolingHead:
     def __init__(self, config: SentenceTransformersConfig, device: str) -> None:
         self.poolings, self.include_prompt = config.poolings, config.include_prompt
         self.splade = config.splade
-        layers = list(config.layers)
-        self.normalizes = bool(layers) and isinstance(layers[-1], Normalize)
+        layers, self.is_late = list(config.layers), config.late is not None
+        self.normalizes = bool(layers) and not self.is_late and isinstance(layers[-1], Normalize)
         if self.normalizes:
             layers.pop()  # vectors are normalized after they are truncated to `dimensions`
         self.layers = nn.Sequential(*layers).to(device)  # vectors [texts, D] → [texts, D']
 
     def pool(self, states: Tensor, row: TokenRow) -> Tensor:
-        """Pool a text's states [tokens, H] to one vector, unless all of them are requested."""
+        """Pool a text's states [tokens, H] to one vector, unless all of them are requested. Tokens
+        that are kept for late interaction have a vector each."""
+        if row.kept is not None:
+            kept = states[torch.tensor(row.kept, device=states.device)]
+            vectors: Tensor = self.layers(kept.float())
+            return vectors
         if not row.is_pooled:
             return states.to(torch.float32, copy=True)  # does not keep the batch's states alive
         if self.splade:

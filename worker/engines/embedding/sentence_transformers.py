@@ -19,6 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers.utils.hub import cached_file
 
+from worker.engines.embedding.late_interaction import (
+    MODEL_TYPES,
+    PYLATE_DENSE,
+    LateInteraction,
+    read_late_interaction,
+)
 from worker.engines.embedding.splade import SpladeHead
 from worker.model.loading import LoadingFailed
 
@@ -36,6 +42,10 @@ ACTIVATIONS = {
     kind.__name__: kind
     for kind in (nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU, nn.SiLU, nn.LeakyReLU)
 }
+# Roles that clients give a text, each with the prompt names that stand for it.
+QUERY = ("query", "search_query")
+DOCUMENT = ("document", "passage", "corpus", "search_document")
+ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
 TRANSFORMER_CONFIGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
 
 
@@ -75,6 +85,7 @@ class SentenceTransformersConfig:
     poolings: Sequence[str] = ("mean",)
     include_prompt: bool = True
     splade: SpladeHead | None = None  # of a sparse model, instead of poolings and layers
+    late: LateInteraction | None = None  # of a model without pooling: `layers` are for each token
     layers: Sequence[nn.Module] = (Normalize(),)  # after pooling, in order
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -83,6 +94,10 @@ class SentenceTransformersConfig:
     lower_case: bool = False
     activation: nn.Module | None = None  # of a cross-encoder's scores
     answer_ids: tuple[int, int | None] | None = None  # of a decoder: the tokens of yes and no
+
+    def role_prompt(self, role: str) -> str:
+        """Return the prompt of a role; an empty one for a role without a prompt."""
+        return next((self.prompts[name] for name in ROLES[role] if name in self.prompts), "")
 
 
 def find_file(model: str, name: str) -> Path | None:
@@ -115,9 +130,12 @@ def read_config(model: str) -> SentenceTransformersConfig:
     if (modules := read_json(model, "modules.json")) is None:
         return SentenceTransformersConfig(**read, **_transformer(model, ""))
     layers: list[nn.Module] = []
+    is_pylate = PYLATE_DENSE in [module["type"] for module in modules]
+    is_late = is_pylate or general.get("model_type") in MODEL_TYPES
+    level, mask = "token_embeddings" if is_late else "sentence_embedding", None
     for module in modules:
         path, kind = module.get("path", ""), str(module["type"])
-        name = kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind
+        name = kind.rpartition(".")[2] if kind.startswith((PACKAGE, PYLATE_DENSE)) else kind
         if name in ("Transformer", "MLMTransformer"):
             read |= {"subfolder": path, **_transformer(model, path)}
         elif name == "Pooling":
@@ -126,23 +144,41 @@ def read_config(model: str) -> SentenceTransformersConfig:
             config = read_json(model, f"{path}/config.json") or {}
             read["splade"] = SpladeHead(config, general.get("max_active_dims"))
         elif name == "Dense":
-            layers.append(_dense(model, path))
+            layers.append(_dense(model, path, level))
         elif name == "Normalize":
-            layers.append(Normalize())
+            config = read_json(model, f"{path}/config.json") or {}
+            if config.get("module_input_name", "sentence_embedding") == level:
+                layers.append(Normalize())
+        elif name == "MultiVectorMask" and is_late:
+            mask = read_json(model, f"{path}/config.json") or {}
         elif name == "LogitScore":
             config = read_json(model, f"{path}/config.json")
             read["answer_ids"] = config["true_token_id"], config.get("false_token_id")
         else:
             raise LoadingFailed(f"its modules.json has an unsupported module: {kind[:200]}")
+    if is_late:
+        transformer = _transformer_config(model, read.get("subfolder", ""))
+        late = read["late"] = read_late_interaction(general, transformer, mask)
+        for form, prefix in late.prefixes.items():
+            if prefix:
+                prompt = read["prompts"].get(form, "")
+                read["prompts"][form] = prefix + prompt.removeprefix(prefix)
+        if mask is None:  # PyLate masks and normalizes without modules
+            layers.append(Normalize())
     return SentenceTransformersConfig(**read, layers=layers)
 
 
 def _transformer(model: str, path: str) -> dict[str, Any]:
+    config = _transformer_config(model, path)
+    lower = bool(config.get("do_lower_case"))
+    return {"max_length": config.get("max_seq_length"), "lower_case": lower}
+
+
+def _transformer_config(model: str, path: str) -> dict[str, Any]:
     for name in TRANSFORMER_CONFIGS:
         config = read_json(model, str(Path(path) / f"sentence_{name}_config.json"))
         if config is not None:
-            lower = bool(config.get("do_lower_case"))
-            return {"max_length": config.get("max_seq_length"), "lower_case": lower}
+            return dict(config)
     return {}
 
 
@@ -157,13 +193,12 @@ def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"poolings": poolings, "include_prompt": bool(config.get("include_prompt", True))}
 
 
-def _dense(model: str, path: str) -> Dense:
+def _dense(model: str, path: str, level: str) -> Dense:
+    """Read a layer over vectors of a level: token_embeddings or sentence_embedding."""
     config = read_json(model, f"{path}/config.json") or {}
     for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
-            raise LoadingFailed(
-                f"its module {path} has the {key} {config[key]!r}, not sentence_embedding"
-            )
+        if config.get(key) not in (None, level):
+            raise LoadingFailed(f"its module {path} has the {key} {config[key]!r}, not {level}")
     if (weights := find_file(model, f"{path}/model.safetensors")) is not None:
         state = load_file(weights)
     elif (weights := find_file(model, f"{path}/pytorch_model.bin")) is not None:

@@ -5,7 +5,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from worker.device.self_check import TOLERANCE, random_prompts
 from worker.engines.embedding.pooling import PoolFunction
 from worker.engines.embedding.tokenization import TokenRow
 from worker.engines.pipeline.loading import choose_batching, pad, rows_beyond_windows
-from worker.engines.pipeline.packed_attention import Packing
+from worker.engines.pipeline.packed_attention import Packing, PackingPlan
 from worker.engines.pipeline.yield_points import YieldPoints
 from worker.load_context import on_worker
 from worker.messages.protocol import OtherModels
@@ -58,6 +58,8 @@ class SinglePassModel:
         rows = [row for row in rows if row.result is None]
         if not rows:  # another item of their batch has failed
             return
+        is_masked = rows[0].attended is not None  # with slower attention
+        rows = [row for row in rows if (row.attended is not None) == is_masked]
         rows = rows[: self.times.fitting([len(row.ids) for row in rows], others.max_turn_s)]
         started = time.monotonic() - others.total_s
         with self.yield_points.active(others):
@@ -88,9 +90,14 @@ class SinglePassModel:
         if rows[0].token_type_ids is not None:
             batch["token_type_ids"] = [[*(row.token_type_ids or ())] for row in rows]
         inputs = pad(self.tokenizer, batch).to(self.device)
+        attended = [row.attended for row in rows if row.attended is not None]  # all rows or none
+        for n, end in enumerate(attended):
+            inputs["attention_mask"][n, end:] = 0
         positions = [[0]] * len(rows) if self.reads_first_token else None
         packing = self.packing
         with packing.batch(counts, max(counts), positions) if packing else nullcontext():
+            if packing and packing.plan and attended:
+                packing.plan = mask_tokens(packing.plan, attended)
             output: Tensor = self.model(**inputs)[self.output_name]
         if self.per_text:
             return output
@@ -117,6 +124,19 @@ class SinglePassModel:
         except Exception:  # each model class raises its own errors
             undo()
             self.reads_first_token = False
+
+
+def mask_tokens(plan: PackingPlan, attended: Sequence[int]) -> PackingPlan:
+    """Return a plan whose sequences attend to that many tokens at their start."""
+    lengths = zip(plan.counts.tolist(), attended, strict=True)
+    is_key = torch.cat([torch.arange(count) < end for count, end in lengths])
+    groups = []
+    for group in plan.groups:
+        mask = is_key.to(group.gather_index.device)[group.gather_index][:, None, None]
+        if group.key_mask is not None:  # of padding
+            mask &= group.key_mask
+        groups.append(replace(group, key_mask=mask))
+    return replace(plan, groups=groups, masks_tokens=True)
 
 
 def find_residual_add(layer: nn.Module, run: Callable[[], object]) -> nn.Module | None:

@@ -29,7 +29,9 @@ class TokenRow:
     ids: TokenList
     token_type_ids: TokenList | None = None  # for models that distinguish the texts of a pair
     prompt_tokens: int = 0  # at the start, which pooling may leave out
-    is_pooled: bool = True  # False: the result is the states of all tokens
+    is_pooled: bool = True  # False: the result is the states of all tokens, or of `kept` ones
+    kept: Sequence[int] | None = None
+    attended: int | None = None  # the tokens at the start that all attend to; None: all
     result: Tensor | None = None
 
 

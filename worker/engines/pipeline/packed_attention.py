@@ -79,6 +79,7 @@ class PackingPlan:
     token_index: Tensor  # [T] into the flattened [B * L] batch
     groups: Sequence[PackedGroup]
     head_index: Tensor | None  # [B, M] packed positions for the head; None: all [B, L]
+    masks_tokens: bool = False  # the groups' masks hide tokens too: native kernels do not
 
 
 def plan_batch(
@@ -293,7 +294,8 @@ def packed_attention(
     scale = head_size**-0.5 if scaling is None else float(scaling)
     config = AttentionConfig(heads, key.shape[1], head_size, scale, sliding_window or 0, causal)
     packing.attention_configs.add(config)
-    return packing.attend(query, key, value, plan, config), None
+    attend = attend_in_groups if plan.masks_tokens else packing.attend
+    return attend(query, key, value, plan, config), None
 
 
 def attend_natively(

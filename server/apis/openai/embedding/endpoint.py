@@ -35,6 +35,7 @@ class ScoringRequest(Struct, kw_only=True):
     text-embeddings-inference's."""
 
     without_effect: ClassVar = frozenset({"user"})
+    compares: ClassVar = False  # `content` multiplies vectors, in a thread for any size
 
     model: str | None = None
     cache_salt: Salt | None = None
@@ -77,7 +78,7 @@ class ScoringEndpoint(BodyEndpoint[ScoringTask]):
         with self.submit(incoming, request) as submission:
             outputs = [await item.future for item in submission.items]
         content = request.body.content
-        if incoming.scope["transfer"].held > INLINE_BYTES:
+        if request.body.compares or incoming.scope["transfer"].held > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(content, outputs)
         else:
             parts = content(outputs)

@@ -1,13 +1,14 @@
 """`POST /v1/score`, `/score`, as in vLLM: the similarity of pairs of texts; TEI's `/similarity`.
 
-Scores are those of the rerank model, or the cosine of embeddings if the embedding model is named
-or is the only one.
+Scores are those of the rerank model, or the cosine of embeddings (MaxSim, with late interaction) if
+the embedding model is named or is the only one.
 """
 
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -21,6 +22,7 @@ from server.apis.openai.response_schemas import EmbeddingUsage, Score, Scores
 from server.http.json import to_json
 from server.http.operation import JSON, Body, Operation
 from worker.messages.scoring import (
+    MAX_TOKEN_PAIRS,
     EmbeddingInput,
     EmbeddingOutput,
     PartSize,
@@ -30,6 +32,8 @@ from worker.messages.scoring import (
 
 
 class ScoreRequest(ScoringRequest, kw_only=True):
+    compares: ClassVar = True
+
     text_1: NonEmpty | Texts | None = None
     text_2: NonEmpty | Texts | None = None
     queries: NonEmpty | Texts | None = None
@@ -71,23 +75,23 @@ class ScoreRequest(ScoringRequest, kw_only=True):
             raise InvalidInput.at("instruction", "requires a reranker; this is an embedding model")
         inputs: list[EmbeddingInput] = []
         payload = EmbeddingInput(
-            (), None, normalize=True, truncation=self.truncation(), encoding="vectors"
+            (), None, normalize=True, truncation=self.truncation(), encoding="vectors", numbers=[]
         )
-        for name, _ in self.sides():
-            of_side = replace(payload, param=name)
+        for n, (name, _) in enumerate(self.sides()):
+            of_side = replace(payload, param=name, is_query=n == 0)
             inputs += split_inputs(getattr(self, name), of_side, max_size)
         return inputs
 
     def content(self, outputs: Sequence[EmbeddingOutput | ScoringOutput]) -> list[bytes]:
         scores: list[float] = []
-        vectors = []
+        embedded = []
         for output in outputs:
             if isinstance(output, EmbeddingOutput):
-                vectors.append(output.vectors)
+                embedded.append(output)
             else:
                 scores += output.scores
-        if vectors:
-            scores = cosines(np.concatenate(vectors), len(self.sides()[0][1]))
+        if embedded:
+            scores = similarities(embedded, len(self.sides()[0][1]))
         tokens = sum(output.tokens for output in outputs)
         id, usage = "score-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
         data = [Score(n, "score", score) for n, score in enumerate(scores)]
@@ -100,6 +104,8 @@ class SimilarityInput(Struct):
 
 
 class SimilarityOptions(ScoringRequest, kw_only=True):
+    compares: ClassVar = True
+
     prompt_name: str | None = None
 
 
@@ -120,7 +126,7 @@ class SimilarityRequest(SimilarityOptions, kw_only=True):
         ]
 
     def content(self, outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
-        return [to_json(cosines(np.concatenate([output.vectors for output in outputs]), 1))]
+        return [to_json(similarities(outputs, 1))]
 
 
 SCORE = [
@@ -135,7 +141,16 @@ def _path(name: str, texts: Sequence[str], n: int) -> str:
     return f"{name}[{n}]" if len(texts) > 1 else name
 
 
-def cosines(vectors: np.ndarray, count: int) -> list[float]:
-    """Return the cosines of unit vectors [N, D], of which the first `count` are one side."""
-    scores: list[float] = (vectors[:count] * vectors[count:]).sum(1).tolist()
-    return scores
+def similarities(outputs: Sequence[EmbeddingOutput], count: int) -> list[float]:
+    """Return the cosines of unit vectors, of which the first `count` are one side, or their MaxSim.
+    Raises InvalidInput for too many tokens."""
+    if not outputs[0].token_vectors:
+        vectors = np.concatenate([output.vectors for output in outputs])
+        scores: list[float] = (vectors[:count] * vectors[count:]).sum(1).tolist()
+        return scores
+    rows = [vectors for output in outputs for vectors in output.token_vectors]
+    length = max(count, len(rows) - count)
+    pairs = [(rows[n % count], rows[count + n % (len(rows) - count)]) for n in range(length)]
+    if sum(len(query) * len(document) for query, document in pairs) > MAX_TOKEN_PAIRS:
+        raise InvalidInput(f"the texts have over {MAX_TOKEN_PAIRS} pairs of tokens to compare")
+    return [float((query @ document.T).max(1).sum()) for query, document in pairs]
