@@ -12,7 +12,7 @@ from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.http.test_response_lookup import messages_of
-from tests.response_events import WHOLE, respond
+from tests.response_events import respond
 from tests.serving import Server, serving, wait_until
 
 CALL: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1"}
@@ -80,7 +80,10 @@ def test_items_are_added_listed_and_removed(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("items", "param"),
     [
-        ([user("x", "msg_1")], "items"),  # is there
+        ([user("x"), user("x", "msg_1")], "items[1].id"),  # is there
+        ([user("x", "a/b")], "items[0].id"),
+        ([user("x", "é")], "items[0].id"),
+        ([user("x", "x" * 513)], "items[0].id"),
         ([user("x", "msg_2"), user("y", "msg_2")], "items[1].id"),
         ([user("x")] * 21, "items"),
         ([], "items"),
@@ -155,14 +158,16 @@ def test_error_names_what_cannot_be_continued(server: Server, sdk: openai.OpenAI
 def test_a_conversation_larger_than_the_body_limit_is_refused() -> None:
     with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
         sdk = sdk_of(server)
+        with pytest.raises(openai.BadRequestError, match=r"exceed 0.01 MB"):
+            sdk.conversations.create(items=[user("x" * 4900), user("x" * 4900)])
         id = sdk.conversations.create(items=[user("x" * 6000)]).id
-        sdk.conversations.items.create(id, items=[user("x" * 6000)])
         with pytest.raises(openai.BadRequestError, match=r"exceed 0.01 MB"):
-            sdk.conversations.items.create(id, items=[user("x")])
-        with pytest.raises(openai.BadRequestError, match=r"exceed 0.01 MB"):
-            sdk.responses.create(model="demo", input="hi", conversation=id)
-        sdk.conversations.items.delete(ids(sdk, id)[0], conversation_id=id)
-        sdk.responses.create(model="demo", input="hi", conversation=id)
+            sdk.conversations.items.create(id, items=[user("x" * 6000)])
+        long = sdk.responses.create(model="demo", input="x" * 6000, conversation=id)
+        assert long.conversation is None  # it does not fit
+        assert len(ids(sdk, id)) == 1
+        fits = sdk.responses.create(model="demo", input="hi", conversation=id)
+        assert fits.conversation is not None
 
 
 def test_a_conversation_of_another_key_is_unknown() -> None:
@@ -195,15 +200,15 @@ def test_a_response_that_cannot_be_added_says_so(
         def fail(*_: Any) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
-        monkeypatch.setattr(ResponseStore, "_rewrite", fail)
+        monkeypatch.setattr(ResponseStore, "_add_items", fail)
         answer = respond(server, conversation=id)
         assert (answer.status_code, answer.json()["conversation"]) == (200, None)
         with pytest.raises(openai.InternalServerError, match="disk has failed"):
             sdk.conversations.items.create(id, items=[user("x")])
         monkeypatch.undo()
         assert len(ids(sdk, id)) == 1
-        continued = respond(server, "go on", previous_response_id=answer.json()["id"])
-        assert continued.json()["output"][0]["content"][0]["text"] == WHOLE
+        refused = respond(server, "go on", previous_response_id=answer.json()["id"])
+        assert "send `conversation`" in error_of(refused)["message"]
 
 
 def test_processes_share_conversations(tmp_path: Path) -> None:

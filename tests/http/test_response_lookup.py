@@ -482,6 +482,21 @@ def test_a_stream_ends_where_the_disk_fails_meanwhile(
         assert store._database.execute("SELECT count(*) FROM generating").fetchone() == (0,)
 
 
+def test_a_stream_of_which_no_event_is_kept_has_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ResponseStore, "add_event", fail)
+    with serving(load_chat=FakeGenerator) as server:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        stream = sdk.responses.create(model="demo", input="say a", background=True, stream=True)
+        [last] = stream
+        assert last.type == "response.completed"
+        assert last.response.output_text == "a"
+
+
 def test_unstored_background_responses_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,29 @@ def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(reads) == ["a", "b"]
 
 
+def test_a_response_and_its_items_are_stored_together() -> None:
+    store = ResponseStore(":memory:")
+    conversation = {"id": "conv", "metadata": {}}
+    of = responses_store.of_conversations(MINE)
+    store.create_conversation(OWNER._replace(namespace=of), conversation, [], 1000)
+    for id, previous, added in (("a", None, ["in_a", "out_a"]), ("a", "x", [])):
+        turn = stored(id, previous)
+        with contextlib.ExitStack() as stack:
+            if not added:  # is there already
+                stack.enter_context(pytest.raises(InvalidInput, match="already"))
+            store.extend(of, "conv", turn.items, 1000, (OWNER, turn))
+    assert [item["id"] for item in store.conversation(of, "conv")] == ["in_a", "out_a"]
+    assert store.get(MINE, "a").response["previous_response_id"] is None
+    with pytest.raises(InvalidInput, match="exceed"):
+        store.extend(of, "conv", stored("b", text="x" * 1000).items, 1000, (OWNER, stored("b")))
+    assert ids(store, "a", "b") == ["a"]
+    assert store.totals[1] == sum(
+        size for [size] in store._database.execute("SELECT size FROM responses")
+    )
+    store.delete(of, "conv")
+    assert store._database.execute("SELECT count(*) FROM conversation_items").fetchone() == (0,)
+
+
 def test_namespace_is_the_same_after_a_restart() -> None:
     # a change of these bytes would lose all stored responses
     assert storage_namespace(b"").hex() == "c47b73d7e019c67f2e0e2d842366efaf"

@@ -28,6 +28,7 @@ from server.http.json import to_json
 log = logging.getLogger("onequeue.store")
 
 OPEN_S = 30.0  # to wait for other processes that open a new file
+MAX_LOG_BYTES = 1 << 26  # of the write-ahead log on the disk, once no reader needs more
 RETRY_S = 10.0  # after a failure of the disk
 
 T = TypeVar("T")
@@ -139,6 +140,7 @@ class SqliteStore:
         self._database = sqlite3.connect(path, check_same_thread=False)
         self._database.execute("PRAGMA foreign_keys = ON")
         use_write_ahead_log(self._database)
+        self._database.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
         self._database.execute("PRAGMA synchronous = NORMAL")  # a power cut loses the last changes
         # In one transaction: another process does not take an unlocked file for a dead one's.
         with self._database as database:
@@ -189,9 +191,9 @@ class SqliteStore:
 
     def _list(
         self,
-        table: Literal["files", "batches"],
+        table: Literal["files", "batches", "conversation_items"],
         columns: str,
-        namespace: bytes,
+        namespace: bytes | str,
         page: ListPage,
         where: str = "TRUE",
         values: Sequence[object] = (),

@@ -5,7 +5,6 @@
 Bodies are parsed, and the store is used, in pool threads.
 """
 
-import math
 import secrets
 import time
 from collections.abc import Callable
@@ -33,8 +32,8 @@ from server.apis.openai.responses.endpoint import (
 )
 from server.apis.openai.responses.items import ITEM_FIELDS, Item, check_ids, to_documents
 from server.apis.openai.responses.request import Metadata
-from server.apis.openai.responses.store import NotStored, ResponseStore, Stored, of_conversations
-from server.apis.openai.sqlite_store import Owner, encode_page, refusing_disk_errors
+from server.apis.openai.responses.store import NotStored, ResponseStore, of_conversations
+from server.apis.openai.sqlite_store import ListPage, Owner, encode_page, refusing_disk_errors
 from server.http.json import Document, JsonBodyParser, parse_json, to_json
 from server.http.operation import JSON, Operation, OperationRoute, routes_of
 from server.http.request import read_request
@@ -43,6 +42,11 @@ MAX_ADDED = 20  # items of one request, as OpenAI has it
 
 Items = list[Annotated[Item, ITEM_FIELDS]]
 T = TypeVar("T")
+
+
+def _key_of(request: Request) -> tuple[bytes, str]:
+    """Return the namespace and the id of a conversation."""
+    return of_conversations(owner_from(request.scope).namespace), request.path_params["id"]
 
 
 class NewConversation(Struct):
@@ -83,19 +87,19 @@ class Conversations:
         scope = request.scope
 
         def create(new: NewConversation) -> bytes:
-            items = self._documents(new.items or [], scope)
+            items, max_bytes = self._documents(new.items or [], scope), scope["app"].max_body
             id = "conv_" + secrets.token_hex(24)
             content = to_json(Conversation(id, int(time.time()), new.metadata or {}))
             namespace, client = owner_from(scope)
             owner = Owner(of_conversations(namespace), client)
-            self.store.put(owner, Stored(orjson.loads(content), items))
+            self.store.create_conversation(owner, orjson.loads(content), items, max_bytes)
             return content
 
         return await self._run(request, create, NewConversation)
 
     @Operation("GET /v1/conversations/{id}", "A conversation", Conversation)
     async def retrieve(self, request: Request) -> bytes:
-        return await self._run(request, lambda: self.store.response(*self._find(request)))
+        return await self._run(request, lambda: self.store.response(*_key_of(request)))
 
     @Operation(
         "POST /v1/conversations/{id}",
@@ -105,13 +109,13 @@ class Conversations:
     )
     async def update(self, request: Request) -> bytes:
         def update(new: ConversationUpdate) -> bytes:
-            return self.store.update(*self._find(request), {"metadata": new.metadata or {}})
+            return self.store.update(*_key_of(request), {"metadata": new.metadata or {}})
 
         return await self._run(request, update, ConversationUpdate)
 
     @Operation("DELETE /v1/conversations/{id}", "Delete a conversation, not its responses", Deleted)
     async def delete(self, request: Request) -> Deleted:
-        await self._run(request, lambda: self.store.delete(*self._find(request)))
+        await self._run(request, lambda: self.store.delete(*_key_of(request)))
         return Deleted(request.path_params["id"], "conversation.deleted", deleted=True)
 
     @Operation(
@@ -120,8 +124,7 @@ class Conversations:
     async def add_items(self, request: Request) -> bytes:
         def add(new: NewItems) -> bytes:
             items = self._documents(new.items, request.scope)
-            max_bytes = request.scope["app"].max_body
-            self.store.extend(*self._find(request, max_bytes), items)
+            self.store.extend(*_key_of(request), items, request.scope["app"].max_body)
             return encode_page(ItemList, items, len(items))
 
         return await self._run(request, add, NewItems)
@@ -131,16 +134,18 @@ class Conversations:
     )
     async def list_items(self, request: Request) -> bytes:
         page = convert(dict(request.query_params), Page, strict=False)
-        return await self._run(request, lambda: page.encode(self._items(request)))
+        listed = ListPage(page.after, page.limit, page.order == "desc")
+
+        def list_page() -> bytes:
+            items = self.store.conversation_page(self._count(request), listed)
+            return encode_page(ItemList, items, page.limit)
+
+        return await self._run(request, list_page)
 
     @Operation("GET /v1/conversations/{id}/items/{item_id}", "An item", {JSON: {}})
     async def item(self, request: Request) -> bytes:
         def find() -> bytes:
-            item_id = request.path_params["item_id"]
-            for item in self._items(request):
-                if item["id"] == item_id:
-                    return orjson.dumps(item)
-            raise NotStored(item_id)
+            return self.store.item(self._count(request), request.path_params["item_id"])
 
         return await self._run(request, find)
 
@@ -151,7 +156,7 @@ class Conversations:
     )
     async def remove_item(self, request: Request) -> bytes:
         def remove() -> bytes:
-            return self.store.remove_item(*self._find(request), request.path_params["item_id"])
+            return self.store.remove_item(*_key_of(request), request.path_params["item_id"])
 
         return await self._run(request, remove)
 
@@ -163,16 +168,12 @@ class Conversations:
         check_ids(documents, (), "items")
         return documents
 
-    def _items(self, request: Request) -> list[Document]:
-        return self.store.get(*self._find(request)).input
-
-    def _find(self, request: Request, max_bytes: float = math.inf) -> tuple[bytes, str]:
-        """Return the namespace and the id of a conversation. The request is about to hold it: its
-        bytes are counted. Raises NotStored, and TooLarge."""
-        namespace = of_conversations(owner_from(request.scope).namespace)
-        id = request.path_params["id"]
-        counter(request.scope, max_bytes)(self.store.size(namespace, id))
-        return namespace, id
+    def _count(self, request: Request) -> str:
+        """Return the id of a conversation whose items the request is about to hold: its bytes are
+        counted. Raises NotStored."""
+        namespace, id = _key_of(request)
+        counter(request.scope)(self.store.size(namespace, id))
+        return id
 
     async def _run(
         self, request: Request, work: Callable[..., T], kind: type[Struct] | None = None
@@ -183,7 +184,7 @@ class Conversations:
         def run(body: bytes = b"") -> T:
             arguments = []
             if kind:
-                document = parse_json(body)
+                document = parse_json(body or b"{}")
                 limit_lists(document, kind, self.models.max_entries)
                 arguments = [convert_body(document, kind, scope)]
             try:

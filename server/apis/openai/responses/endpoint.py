@@ -39,6 +39,7 @@ from server.apis.openai.responses.store import (
     Count,
     NotStored,
     ResponseStore,
+    Stored,
     of_conversations,
 )
 from server.apis.openai.sqlite_store import (
@@ -218,7 +219,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
         self.jobs.stores += self.store, self.fallback_store
         # They hold their input longer than a request: it does not count as a request's.
-        limit = int(MAX_BODIES * self.settings.max_body_mb * 1_000_000) // BACKGROUND_SHARE
+        self.max_conversation = int(self.settings.max_body_mb * 1_000_000)
+        limit = MAX_BODIES * self.max_conversation // BACKGROUND_SHARE
         message = "the memory for background responses is in use"
         self.background_memory = TransferBudget(limit, message)
 
@@ -256,26 +258,27 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         """Return all items that the request continues: those of a conversation, or of a response
         and those before it. They may be as large as a request body."""
         path, namespace = "previous_response_id", owner_from(scope).namespace
-        id = request.previous_response_id
-        if request.conversation:
-            path, namespace = "conversation", of_conversations(namespace)
-            id = request.conversation_id
-        if id is None:
-            return []
+        id, count = request.previous_response_id, counter(scope, scope["app"].max_body)
+        chain: list[Stored] = []
         try:
-            chain = self.store.chain(namespace, id, counter(scope, scope["app"].max_body))
+            if conversation_id := request.conversation_id:
+                path = "conversation"
+                read = self.store.conversation
+                return read(of_conversations(namespace), conversation_id, count)
+            if id is not None:
+                chain = self.store.chain(namespace, id, count)
         except TooLarge as error:
             raise InvalidInput.at(path, f"its items exceed {error}") from None
         except NotStored as error:
             kind = "conversation" if request.conversation else "stored response"
             raise not_found(error.id, kind, path) from None
         for stored in chain:
-            status = stored.response.get("status")
+            status = stored.response["status"]
             if status in UNFINISHED:
                 raise InvalidInput.at(path, f"{id!r} is still being generated")
             if status == "failed":
                 raise InvalidInput.at(path, "is a response that failed, or continues one")
-            if stored.response.get("conversation"):
+            if "conversation" in stored.response:
                 reason = "is, or continues, a response of a conversation: send `conversation`"
                 raise InvalidInput.at(path, reason)
         return [item for stored in chain for item in stored.items]
@@ -322,16 +325,23 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     async def store_response(
         self, owner: Owner, builder: ResponsesBuilder, is_generating: bool = False
     ) -> None:
-        """Store a response, and add its items to its conversation. If that fails, as on a full
-        disk, the response has `store: false`, and `conversation: null`. A client that cannot get
-        one from the background from the store has no other way."""
+        """Store a response, and its items in its conversation. If that fails, as on a full disk, it
+        has `store: false`, or `conversation: null`. A client that cannot get one from the
+        background from the store has no other way."""
         if builder.response.status in ADDED and (reference := builder.response.conversation):
-            id, namespace = reference.id, of_conversations(owner.namespace)
-            extend = self.store.extend
+            namespace, max_bytes = of_conversations(owner.namespace), self.max_conversation
+
+            def extend() -> None:
+                stored = builder.stored
+                response = (owner, stored) if builder.response.store else None
+                self.store.extend(namespace, reference.id, stored.items, max_bytes, response)
+
             try:
-                await run_sync(lambda: extend(namespace, id, builder.stored.items))
+                await run_sync(extend)
+                if builder.response.store:
+                    return
             except (NotStored, InvalidInput, OSError, sqlite3.Error) as error:
-                log.error("conversation not extended id=%s error=%.200r", id, error)
+                log.warning("conversation not extended id=%s error=%.200r", reference.id, error)
                 builder.response.conversation = None
         if builder.response.store:
             try:

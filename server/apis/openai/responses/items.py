@@ -6,6 +6,7 @@ An assistant's reasoning, text and calls are separate items; a template takes th
 Images are allowed in messages of the user and in outputs. Other items and parts are refused.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -78,6 +79,7 @@ IMAGE = "input_image"
 # Which fields an item requires, for the OpenAPI document. The type is optional where other fields
 # determine it; see `Item.kind`.
 OPTIONAL_TYPES = ("message", "item_reference")
+ITEM_ID = re.compile(r"[\w=:+-]{1,512}", re.ASCII)  # of an item of a conversation
 NOT_NULL = {"not": {"type": "null"}}
 ITEM_FIELDS = any_of(
     *(
@@ -242,9 +244,13 @@ def to_documents(
 
 
 def check_ids(items: Sequence[Document], previous: Iterable[Document], path: str) -> None:
-    """Raise InvalidInput if an item has the id of another one, or of a previous one."""
+    """Raise InvalidInput if an item of a conversation has the id of another one, or one that no
+    path can have."""
     ids = {item["id"] for item in previous}
     for n, item in enumerate(items):
+        if not ITEM_ID.fullmatch(item["id"]):
+            accepted = "letters, digits and _ - = : + are accepted, at most 512"
+            raise InvalidInput.at(f"{path}[{n}].id", f"{item['id'][:50]!r}: {accepted}")
         if item["id"] in ids:
             raise InvalidInput.at(f"{path}[{n}].id", "is the id of an earlier item")
         ids.add(item["id"])
@@ -319,7 +325,8 @@ def _other_messages(item: Document, functions: dict[str, str], path: str) -> Ite
         return
     call_id = item["call_id"]
     if call_id not in functions:
-        raise InvalidInput.at(path, "no function_call before it has this call_id")
+        which = "it" if path.endswith(".call_id") else f"the item {item['id'][:100]!r}"
+        raise InvalidInput.at(path, f"no function_call before {which} has this call_id")
     output: str | list[Document] = item["output"]
     images = [part for part in output if part["type"] == IMAGE] if isinstance(output, list) else []
     if isinstance(output, list):

@@ -3,8 +3,8 @@
 An sqlite database, in memory or in a file. It is bounded: the client with the most stored bytes, or
 responses, loses its least recently used ones. A chain of responses has the input of each only once.
 
-A conversation of `/v1/conversations` is stored like a response, in a namespace of its own; its
-items are the input.
+A conversation of `/v1/conversations` has a row among the responses, in a namespace of its own, and
+one for each item in `conversation_items`.
 
 Processes on one machine may share a file. A background response is stored from its beginning, and
 in the table `generating` until it has ended. It has failed if its process ends before. The events
@@ -15,14 +15,14 @@ import contextlib
 import hashlib
 import sqlite3
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from batching.errors import InvalidInput
-from server.apis.openai.sqlite_store import Owner, SqliteStore
+from server.apis.openai.sqlite_store import ListPage, Owner, SqliteStore
 from server.http.json import Document
 from server.http.sse import named_frame
 
@@ -52,6 +52,15 @@ CREATE TABLE IF NOT EXISTS items (
     PRIMARY KEY (namespace, id, response_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
+-- The namespace of an item's id is its conversation.
+CREATE TABLE IF NOT EXISTS conversation_items (
+    namespace TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    item BLOB NOT NULL,
+    PRIMARY KEY (namespace, number),
+    UNIQUE (namespace, id)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS generating (
     id TEXT PRIMARY KEY REFERENCES responses (id) ON DELETE CASCADE,
     process TEXT NOT NULL,
@@ -67,6 +76,7 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 EVENT_BYTES = "(SELECT coalesce(sum(length(event)), 0) FROM events WHERE events.id = responses.id)"
+ITEM_BYTES = "(SELECT total(length(item)) FROM conversation_items WHERE namespace = responses.id)"
 NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
 
 
@@ -93,15 +103,14 @@ def uncounted(size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response and its own input items, oldest first, without those of earlier responses; or a
-    conversation and its items."""
+    """A response and its own input items, oldest first, without those of earlier responses."""
 
     response: Document
     input: list[Document]
 
     @property
     def items(self) -> list[Document]:
-        return [*self.input, *self.response.get("output", ())]
+        return [*self.input, *self.response["output"]]
 
 
 class ResponseStore(SqliteStore):
@@ -270,18 +279,20 @@ class ResponseStore(SqliteStore):
         return Stored(orjson.loads(response), orjson.loads(input_items))
 
     def chain(self, namespace: bytes, id: str, count: Count = uncounted) -> list[Stored]:
-        """Return a response after those that it continues, oldest first; or a conversation. Raises
-        NotStored."""
+        """Return a response after those that it continues, oldest first. Raises NotStored."""
         chain: list[Stored] = []
         next_id: str | None = id
         while next_id is not None:
             stored = self.get(namespace, next_id, count)
             chain.append(stored)
-            next_id = stored.response.get("previous_response_id")
-        with self._lock, contextlib.suppress(sqlite3.Error), self._database:  # a full disk
-            used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ? AND used"
-            self._database.executemany(used, [(stored.response["id"],) for stored in chain])
+            next_id = stored.response["previous_response_id"]
+        self._use([stored.response["id"] for stored in chain])
         return chain[::-1]
+
+    def _use(self, ids: Sequence[str]) -> None:
+        used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ? AND used"
+        with self._lock, contextlib.suppress(sqlite3.Error), self._database:  # a full disk
+            self._database.executemany(used, [(id,) for id in ids])
 
     def items(
         self, namespace: bytes, ids: Set[str], count: Count = uncounted
@@ -312,53 +323,102 @@ class ResponseStore(SqliteStore):
 
     # ── conversations ──
 
+    def create_conversation(
+        self, owner: Owner, document: Document, items: Sequence[Document], max_bytes: float
+    ) -> None:
+        """Raises InvalidInput for items that are there twice, or exceed `max_bytes`."""
+        content, id = orjson.dumps(document), document["id"]
+        inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?, ?, ?)"
+        with self._lock, self._database as database, self._changed(id):
+            database.execute(inserted, (id, len(content), content, b"[]", *owner))
+            self._add_items(id, items, max_bytes)
+
     def update(self, namespace: bytes, id: str, fields: Document) -> bytes:
         """Set fields of a conversation, and return it as JSON. Raises NotStored."""
-        with self._lock, self._database:
-            document, items = self._locked_conversation(namespace, id)
-            document = orjson.dumps(orjson.loads(document) | fields)
-            self._rewrite(id, document, items)
-            return document
+        with self._changing(namespace, id) as document:
+            changed = orjson.dumps(orjson.loads(document) | fields)
+            self._database.execute("UPDATE responses SET response = ? WHERE id = ?", (changed, id))
+            return changed
 
-    def extend(self, namespace: bytes, id: str, added: Sequence[Document]) -> None:
-        """Add items to a conversation. Raises NotStored, and InvalidInput if one is there."""
-        with self._lock, self._database as database:
-            document, items = self._locked_conversation(namespace, id)
-            for item in added:
-                row = namespace, item["id"], id
-                if not database.execute(
-                    "INSERT OR IGNORE INTO items VALUES (?, ?, ?)", row
-                ).rowcount:
-                    reason = f"{item['id'][:100]!r} is in the conversation already"
-                    raise InvalidInput.at("items", reason)
-            joined = b",".join(part for part in (items[1:-1], orjson.dumps(added)[1:-1]) if part)
-            self._rewrite(id, document, b"[%b]" % joined)
+    def extend(
+        self,
+        namespace: bytes,
+        id: str,
+        items: Sequence[Document],
+        max_bytes: float,
+        response: tuple[Owner, Stored] | None = None,
+    ) -> None:
+        """Add items to a conversation, and store the response that they are of. Raises NotStored,
+        and InvalidInput if one is there or the conversation would exceed `max_bytes`."""
+        with self._changing(namespace, id):
+            self._add_items(id, items, max_bytes)
+            if response:
+                self._put(*response)
 
     def remove_item(self, namespace: bytes, id: str, item_id: str) -> bytes:
         """Remove an item of a conversation, and return that as JSON. Raises NotStored."""
-        removed = "DELETE FROM items WHERE namespace = ? AND id = ? AND response_id = ?"
-        with self._lock, self._database as database:
-            document, items = self._locked_conversation(namespace, id)
-            if not database.execute(removed, (namespace, item_id, id)).rowcount:
+        removed = "DELETE FROM conversation_items WHERE namespace = ? AND id = ?"
+        with self._changing(namespace, id) as document:
+            if not self._database.execute(removed, (id, item_id)).rowcount:
                 raise NotStored(item_id)
-            kept = [item for item in orjson.loads(items) if item["id"] != item_id]
-            self._rewrite(id, document, orjson.dumps(kept))
             return document
 
-    def _locked_conversation(self, namespace: bytes, id: str) -> tuple[bytes, bytes]:
-        """Begin a transaction; return a conversation and its items as JSON. Raises NotStored."""
-        self._database.execute("BEGIN IMMEDIATE")
-        select = "SELECT response, input FROM responses WHERE namespace = ? AND id = ?"
-        row: tuple[bytes, bytes] | None = self._database.execute(select, (namespace, id)).fetchone()
-        if row is None:
-            raise NotStored(id)
-        return row
+    def conversation(self, namespace: bytes, id: str, count: Count = uncounted) -> list[Document]:
+        """Return all items of a conversation, oldest first. Raises NotStored."""
+        count(self.size(namespace, id))
+        select = "SELECT item FROM conversation_items WHERE namespace = ? ORDER BY number"
+        with self._lock:
+            rows = self._database.execute(select, (id,)).fetchall()
+        self._use([id])
+        return [orjson.loads(item) for [item] in rows]
 
-    def _rewrite(self, id: str, document: bytes, items: bytes) -> None:
-        rewritten = f"UPDATE responses SET (used, size, response, input) = ({NEXT_USE}, ?, ?, ?)"
-        size = len(document) + len(items)
-        self._database.execute(f"{rewritten} WHERE id = ?", (size, document, items, id))
+    def conversation_page(self, id: str, page: ListPage) -> list[Document]:
+        return [orjson.loads(item) for [item] in self._list("conversation_items", "item", id, page)]
+
+    def item(self, id: str, item_id: str) -> bytes:
+        """Return an item of a conversation as JSON. Raises NotStored."""
+        select = "SELECT item FROM conversation_items WHERE namespace = ? AND id = ?"
+        with self._lock:
+            row = self._database.execute(select, (id, item_id)).fetchone()
+        if row is None:
+            raise NotStored(item_id)
+        return bytes(row[0])
+
+    @contextlib.contextmanager
+    def _changing(self, namespace: bytes, id: str) -> Iterator[bytes]:
+        """Change a conversation in a transaction. Raises NotStored."""
+        select = "SELECT response FROM responses WHERE namespace = ? AND id = ?"
+        with self._lock, self._database as database:
+            database.execute("BEGIN IMMEDIATE")
+            row = database.execute(select, (namespace, id)).fetchone()
+            if row is None:
+                raise NotStored(id)
+            with self._changed(id):
+                yield row[0]
+
+    @contextlib.contextmanager
+    def _changed(self, id: str) -> Iterator[None]:
+        """Count the size of a conversation that has been changed, and drop others."""
+        yield
+        changed = f"UPDATE responses SET used = {NEXT_USE}, size = length(response) + {ITEM_BYTES}"
+        self._database.execute(f"{changed} WHERE id = ?", (id,))
         self._drop()
+
+    def _add_items(self, id: str, items: Sequence[Document], max_bytes: float) -> None:
+        execute, contents = self._database.execute, [orjson.dumps(item) for item in items]
+        last = "SELECT coalesce(max(number), 0) FROM conversation_items WHERE namespace = ?"
+        [[number]] = execute(last, (id,))
+        [[size]] = execute("SELECT size FROM responses WHERE id = ?", (id,))
+        if size + sum(map(len, contents)) > max_bytes:
+            reason = f"the conversation would exceed {max_bytes / 1_000_000:g} MB"
+            raise InvalidInput.at("items", reason)
+        for n, (item, content) in enumerate(zip(items, contents, strict=True)):
+            row = id, number + n + 1, item["id"], content
+            try:
+                execute("INSERT INTO conversation_items VALUES (?, ?, ?, ?)", row)
+            except sqlite3.IntegrityError:
+                reason = "is in the conversation already"
+                raise InvalidInput.at(f"items[{n}].id", reason) from None
 
     # ── bounds ──
 
