@@ -109,7 +109,7 @@ def test_another_model_is_chosen_and_its_load_is_shown(visitor: Any, server: Ser
     visitor.route("**/?model=a%26b", lambda route: waiting.append(route))
     visitor.goto(server.url)
     visitor.get_by_text("one · a&b").wait_for()
-    visitor.get_by_label("Model").select_option("a&b")
+    visitor.locator("#pipeline").get_by_label("Model", exact=True).select_option("a&b")
     visitor.get_by_role("heading", name="Text classification").wait_for()
     visitor.get_by_label("Text", exact=True).fill("good")
     visitor.keyboard.press("Enter")

@@ -72,7 +72,7 @@ export function showOnSubmit(section, work) {
 // Puts a select into the toolbar of a section that several models serve. Returns a function that returns
 // the chosen one; `onchange` gets it.
 export function chooseModel(section, models, onchange = () => {}, chosen = 0) {
-  const select = element("select", {}, models.map(({ id }) => element("option", {}, id)));
+  const select = element("select", { "aria-label": "Model" }, models.map(({ id }) => element("option", {}, id)));
   select.selectedIndex = chosen;
   select.onchange = () => onchange(select.selectedIndex);
   if (models.length > 1) find(".toolbar", section).prepend(element("label", {}, "Model ", select));
