@@ -44,11 +44,6 @@ Items = list[Annotated[Item, ITEM_FIELDS]]
 T = TypeVar("T")
 
 
-def _key_of(request: Request) -> tuple[bytes, str]:
-    """Return the namespace and the id of a conversation."""
-    return of_conversations(owner_from(request.scope).namespace), request.path_params["id"]
-
-
 class NewConversation(Struct):
     items: Annotated[Items, Meta(max_length=MAX_ADDED)] | None = None
     metadata: Metadata | None = None
@@ -184,7 +179,7 @@ class Conversations:
         def run(body: bytes = b"") -> T:
             arguments = []
             if kind:
-                document = parse_json(body or b"{}")
+                document = parse_json(body)
                 limit_lists(document, kind, self.models.max_entries)
                 arguments = [convert_body(document, kind, scope)]
             try:
@@ -193,7 +188,7 @@ class Conversations:
             except TooLarge as error:
                 raise InvalidInput.at("items", f"the stored items exceed {error}") from None
             except NotStored as error:
-                is_whole = error.id == request.path_params["id"]
+                is_whole = error.id == request.path_params.get("id")
                 where = ("conversation", "id") if is_whole else ("item", "item_id")
                 raise not_found(error.id, *where) from None
             finally:
@@ -203,3 +198,8 @@ class Conversations:
             return await run_sync(run)
         _, body, incoming = await read_request(scope, request.receive)
         return await self.body_parser.run(run, body, incoming.deadlines.first, blocks=True)
+
+
+def _key_of(request: Request) -> tuple[bytes, str]:
+    """Return the namespace and the id of a conversation."""
+    return of_conversations(owner_from(request.scope).namespace), request.path_params["id"]
