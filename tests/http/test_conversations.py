@@ -142,6 +142,7 @@ def test_error_names_what_cannot_be_continued(server: Server, sdk: openai.OpenAI
     for fields, status, param in (
         ({"conversation": added}, 404, "conversation"),
         ({"conversation": ""}, 400, "conversation"),
+        ({"conversation": {"id": ""}}, 400, "conversation.id"),
         ({"conversation": {"id": "conv_none"}}, 404, "conversation"),
         ({"previous_response_id": id}, 404, "previous_response_id"),
         ({"previous_response_id": added}, 400, "previous_response_id"),

@@ -245,7 +245,7 @@ class ResponseText(Struct):
 
 
 class ConversationReference(Struct):
-    id: str
+    id: Annotated[str, Meta(min_length=1)]
 
 
 class Response(Struct, kw_only=True):

@@ -53,9 +53,9 @@ def read_late_interaction(
     tasks, modalities = transformer.get("transformer_task"), transformer.get("modality_config")
     if tasks not in (None, "feature-extraction") or {*(modalities or ())} - {"text"}:
         raise LoadingFailed("its vectors are of images or of chat messages, not of texts alone")
-    knobs = {**general, **transformer}
-    expansion = knobs.get("query_expansion")
-    if "query_expansion" not in knobs and PYLATE_KEYS & {*general}:
+    settings = {**general, **transformer}
+    expansion = settings.get("query_expansion")
+    if "query_expansion" not in settings and PYLATE_KEYS & {*general}:
         attends = general.get("attend_to_expansion_tokens", general.get("attend_to_mask_tokens"))
         length = general.get("query_length") or 32
         expansion = {"strategy": "fixed", "attend": bool(attends), "length": length}
@@ -67,7 +67,7 @@ def read_late_interaction(
         words = general.get("skiplist_words")
         mask = {"skiplist_words": [*string.punctuation] if words is None else words}
     return LateInteraction(
-        {form: knobs.get(f"{form}_length") for form in ("query", "document")},
+        {form: settings.get(f"{form}_length") for form in ("query", "document")},
         expansion,
         mask,
         {form: general.get(f"{form}_prefix") or "" for form in ("query", "document")},

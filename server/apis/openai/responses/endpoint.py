@@ -218,8 +218,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         # Background responses that are not stored, or could not be written to `store`.
         self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
         self.jobs.stores += self.store, self.fallback_store
-        # They hold their input longer than a request: it does not count as a request's.
         self.max_conversation = int(self.settings.max_body_mb * 1_000_000)
+        # Background responses hold their input for long: it does not count as a request's.
         limit = MAX_BODIES * self.max_conversation // BACKGROUND_SHARE
         message = "the memory for background responses is in use"
         self.background_memory = TransferBudget(limit, message)

@@ -86,7 +86,7 @@ def of_conversations(namespace: bytes) -> bytes:
 
 
 class NotStored(Exception):
-    """The namespace has no stored response with this id."""
+    """The namespace has no stored response, conversation or item with this id."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id)
