@@ -17,7 +17,9 @@ await checkBoth("parse", async ({ client, model }) => {
 });
 
 await checkBoth("stream", async ({ client, model }) => {
-  const stream = client.chat.completions.stream({ model, messages: user(QUESTION), ...form });
+  const stream = client.chat.completions.stream({
+    model, messages: user(QUESTION), ...form, ...SAMPLED,
+  });
   let text = "";
   let deltas = 0;
   let done = null;
@@ -32,7 +34,7 @@ await checkBoth("stream", async ({ client, model }) => {
 
 await checkBoth("stream of a call", async ({ client, model }) => {
   const tools = [zodFunction(WEATHER)];
-  const asked = { model, messages: user(QUESTION), tools, ...required };
+  const asked = { model, messages: user(QUESTION), tools, ...required, ...SAMPLED };
   const stream = client.chat.completions.stream(asked);
   let text = "";
   let done = null;

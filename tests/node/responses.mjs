@@ -27,7 +27,7 @@ await checkBoth("parse", async ({ client, model }) => {
 });
 
 await checkBoth("stream", async ({ client, model }) => {
-  const stream = client.responses.stream({ model, input: QUESTION, ...form });
+  const stream = client.responses.stream({ model, input: QUESTION, ...form, ...SAMPLED });
   let text = "";
   let deltas = 0;
   const types = new Set();
