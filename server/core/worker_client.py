@@ -397,6 +397,8 @@ def size_of(payload: object) -> tuple[int, int]:
 
 def count_chars(payload: object) -> int:
     match payload:
+        case PipelineInput(inputs=str(text), parameters={"candidate_labels": [*labels]}):
+            return sum(len(text) + len(label) for label in labels)  # a pair of each
         case PipelineInput(inputs=str(text)) | GenerationInput(prompt=str(text)):
             return len(text)
         case PipelineInput(inputs=dict(pair)):

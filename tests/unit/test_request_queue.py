@@ -15,6 +15,8 @@ from batching.errors import (
 from batching.fair_share import Priority, WorkOwner
 from batching.request_queue import FairQueue, RequestQueue, WorkItem
 from batching.step_times import StepTimes
+from server.core.worker_client import size_of
+from worker.messages.protocol import PipelineInput
 
 pytestmark = pytest.mark.anyio
 
@@ -208,3 +210,9 @@ async def test_drained_is_set_when_the_last_slot_is_free() -> None:
     assert not waiting.done()
     q.release([item])
     await waiting
+
+
+def test_size_of_zero_shot_counts_the_pair_of_each_label() -> None:
+    payload = PipelineInput("ten chars.", {"candidate_labels": ["a", "bc"]})
+    assert size_of(payload) == (1, 2 * 10 + 3)
+    assert size_of(PipelineInput("ten chars.")) == (1, 10)
