@@ -165,6 +165,12 @@ class Settings:
         "on a GPU: the output does not depend on the batch, at a lower speed; a CPU ignores it",
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
+    simulated_model: str = setting(
+        "none",
+        "for measuring the host: steps of chat models take so many milliseconds and compute "
+        "nothing, and so many microseconds more for each prompt token",
+        part=(r"none|\d+(\.\d+)?(,\d+(\.\d+)?)?", "STEP_MS or STEP_MS,PROMPT_TOKEN_US"),
+    )
     pin_worker: str = setting(
         "auto",
         "pin the worker to its compute cores; auto: if other cores remain",

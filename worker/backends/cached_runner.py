@@ -96,6 +96,7 @@ class CachedRunner:
     stage = ""
     decoder_hook: None = None
     idempotent = False  # a forward updates the cache
+    runs_ahead = False
 
     def __init__(self, language: LanguageModel, max_model_len: int | None = None) -> None:
         self.language = language

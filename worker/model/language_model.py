@@ -81,6 +81,7 @@ class GeneratorOptions(ModelOptions):
     quantization: str = "none"
     compile: str = "auto"
     speculation: str = "auto"
+    simulated_model: str = "none"
     max_model_len: int | None = None
     kv_cache_gb: float | None = None
     max_running: int = 256

@@ -97,6 +97,7 @@ class PagedRunner:
     """
 
     idempotent = True  # a batch may be run again with other tokens: only the last run counts
+    runs_ahead = False  # its steps run beside the host, though its device is a CPU
 
     def __init__(
         self,

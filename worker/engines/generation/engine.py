@@ -108,10 +108,10 @@ class GenerationEngine:
         self._outputs: dict[Sequence, Output] = {}  # of their sequences
         self._failed: dict[WorkItem, Exception] = {}  # of them, until the step ends
         self._new_scheduler = new_scheduler
-        self._runs_ahead = RUNS_AHEAD[device]
         self._may_draft = True  # in the next step: the last one is read before it
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         # prompts that run whole may take long
+        self._runs_ahead = RUNS_AHEAD[device] or runner.runs_ahead
         is_paged = isinstance(runner, PagedRunner)
         self._yield_points = None if is_paged else YieldPoints(runner.language.model)
         self._speculation = Speculation(device, self._budget.times) if speculates else None

@@ -120,6 +120,15 @@ def paged_engine(
     # the compiler chooses the order of sums by the number of rows
     if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()
+    input_processor = InputProcessor(
+        language, runner.max_model_len, image_preprocessor=preprocessor
+    )
+    speculates = options.speculation == "auto" and (runner.verifies_drafts or runner.builds_later)
+    if options.simulated_model != "none":
+        from worker.backends.simulated_runner import SimulatedRunner
+
+        runner = SimulatedRunner(runner, options, input_processor.eos_token_ids)
+        speculates = False
     is_reserved = options.kv_cache_gb is not None or language.device.type == "cuda"
     fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
@@ -128,13 +137,7 @@ def paged_engine(
         pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
-    return kind(
-        runner,
-        InputProcessor(language, runner.max_model_len, image_preprocessor=preprocessor),
-        new_scheduler,
-        speculates=options.speculation == "auto"
-        and (runner.verifies_drafts or runner.builds_later),
-    )
+    return kind(runner, input_processor, new_scheduler, speculates)
 
 
 def cached_engine(

@@ -1,0 +1,53 @@
+"""A stand-in for the model's forward, to measure the host: SIMULATED_MODEL.
+
+A step takes its time on a device that runs beside the host, as on a GPU: the engine schedules one
+step while the one before it runs, and waits for that before it launches another.
+"""
+
+import itertools
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from batching.sequence import Batch
+from worker.model.language_model import GeneratorOptions
+from worker.model.paged_runner import PagedRunner
+
+VOCABULARY = 1024  # ids that are sampled: sampling costs its calls, hardly its numbers
+IMPOSSIBLE = -1e4  # of a logit
+SPARE_ROWS = 257  # rows of logits that a step begins at another of
+
+
+class SimulatedRunner(PagedRunner):
+    """The steps of a loaded runner without their computation.
+
+    `options.simulated_model`: milliseconds of a step, and after a comma microseconds of a prompt's
+    token. Logits are random, and those of `stop_token_ids` impossible."""
+
+    idempotent = False  # resampled tokens are known before the next step is launched
+    verifies_drafts = False
+    runs_ahead = True
+
+    def __init__(
+        self, runner: PagedRunner, options: GeneratorOptions, stop_token_ids: Iterable[int]
+    ) -> None:
+        vars(self).update(vars(runner))
+        step_ms, _, prompt_token_us = options.simulated_model.partition(",")
+        self.step_s, self.prompt_token_s = float(step_ms) / 1e3, float(prompt_token_us or 0) / 1e6
+        width = min(VOCABULARY, self.language.vocab_size)
+        self._logits = torch.randn(
+            options.max_running + SPARE_ROWS, width, generator=torch.Generator().manual_seed(0)
+        )
+        self._logits[:, [token for token in stop_token_ids if token < width]] = IMPOSSIBLE
+        self._first_rows = itertools.cycle(range(SPARE_ROWS))
+        self._done_at = 0.0
+
+    def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        if (left_s := self._done_at - time.monotonic()) > 0:
+            time.sleep(left_s)
+        prompt = sum(chunk.count for chunk in batch.chunks if chunk.is_prefill)
+        self._done_at = time.monotonic() + self.step_s + prompt * self.prompt_token_s
+        first = next(self._first_rows)
+        return self._logits[first : first + len(batch.rows)]
