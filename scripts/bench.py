@@ -19,6 +19,9 @@
                                        Servers: vllm infinity:INFINITY_EMB in-process
     bench.py rerank --model PATH       100 documents, beside CrossEncoder.predict
     bench.py decisions --model PATH    200 questions, beside transformers' decision pipeline
+    bench.py host                      up to 1,024 streaming chats of a model that computes nothing:
+                                       the CPU time of a token, by thread. A step's milliseconds:
+                                       --servers onequeue:SIMULATED_MODEL=14
 
 To measure a change, compare two checkouts: --servers onequeue onequeue@../other-checkout. All
 servers start and compile before the first measurement. They take turns, and the others are
@@ -146,6 +149,12 @@ def chats(arguments: Arguments, seed: int) -> Iterator[Load]:
         flags = chat_flags(arguments, 16, 0) | {"--requests": 16, "--system": SYSTEM}
         flags["--warmup"] = 0
         yield Load({"words": "shared", "temperature": 0, "clients": 16}, flags)
+
+
+def simulated_chats(arguments: Arguments, seed: int) -> Iterator[Load]:
+    for clients in arguments.clients:
+        flags = chat_flags(arguments, clients, 1) | {"--model": "demo", "--words": "8-20"}
+        yield Load({"clients": clients}, flags)
 
 
 def questions(count: int, seed: str) -> list[str]:
@@ -347,6 +356,33 @@ def tokens(server: Server, load: Load, arguments: Arguments) -> Figures:
     return figures
 
 
+def host_times(server: Server, load: Load, arguments: Arguments) -> Figures:
+    """Return tokens/s, the time to the first one, and the CPU time of a token: of the server, of
+    its event loop, of its worker, which takes most of the rest, and of the load generator."""
+    assert server.process
+    before, load_s = thread_seconds(server.process.pid), os.times().children_user
+    result = run(server, load, arguments)
+    load_s = os.times().children_user - load_s
+    after = thread_seconds(server.process.pid)
+    used = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
+    loop = used.pop(server.process.pid)
+    times = {"cpu": loop + sum(used.values()), "loop": loop, "worker": max(used.values())}
+    us = {
+        f"{name}_us": 1e6 * seconds / result["output_tokens"]
+        for name, seconds in (times | {"load": load_s}).items()
+    }
+    first = {f"ttft_{part}_ms": result["ttft_ms"][part] for part in ("p50", "p95")}
+    return {"tokens_per_s": result["output_tokens_per_s"]} | us | first
+
+
+def thread_seconds(pid: int) -> dict[int, float]:
+    """Return the CPU seconds of a process' threads so far. The main thread has the id `pid`."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    fields = ((int(stat.split()[0]), stat.rpartition(")")[2].split()) for stat in stats)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return {thread: (int(after[11]) + int(after[12])) / ticks for thread, after in fields}
+
+
 def token_counts(server: Server) -> dict[str, float]:
     """Return onequeue_tokens_total by kind."""
     if not is_ours(server.name):
@@ -398,6 +434,8 @@ SPEECH = {"TRANSCRIPTION_MODEL": "SINGLE_PASS", "REQUEST_TIMEOUT_S": "600"}
 BESIDE = SPEECH | {"CHAT_MODEL": "CHAT_MODEL", "REQUEST_TIMEOUT_S": "3600"}
 EMBEDDING = {"EMBEDDING_MODEL": "MODEL", "DTYPE": "float32"}
 RERANK = {"RERANK_MODEL": "MODEL", "DTYPE": "float32"}
+HOST = {"CHAT_MODEL": "demo", "SIMULATED_MODEL": "0", "MAX_RUNNING": "1024"}
+HOST |= {"MAX_QUEUE_SIZE": "4096", "REQUEST_TIMEOUT_S": "600", "COMPILE": "off"}
 BOTH = ["onequeue", "in-process"]
 OURS = ["onequeue", "onequeue:QUANTIZATION=int8", "onequeue:QUANTIZATION=int4"]
 PEERS = ["onequeue", "vllm", "transformers"]
@@ -418,6 +456,7 @@ BENCHES = {
     "embeddings": Bench(BOTH, EMBEDDING, embeddings, rates, (16,), task="embeddings"),
     "rerank": Bench(BOTH, RERANK, reranking, rates, task="rerank"),
     "decisions": Bench(BOTH, {"CHAT_MODEL": "MODEL"}, decisions, latencies, task="decisions"),
+    "host": Bench(["onequeue"], HOST, simulated_chats, host_times, (1, 16, 64, 256, 1024)),
 }
 
 
@@ -626,7 +665,7 @@ def main() -> None:
 def choose_model(arguments: Arguments, bench: Bench) -> None:
     """Make the model if it is one of random weights; measure what its size implies."""
     name = arguments.model or bench.model
-    if not name and arguments.bench != "http":
+    if not name and arguments.bench not in ("http", "host"):
         raise SystemExit("--model is needed: the path of a checkpoint")
     if name in SHAPES or (not arguments.model and name):
         name = make_model(f"smolvlm-{arguments.side}" if name == "smolvlm" else name)

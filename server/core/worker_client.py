@@ -48,9 +48,9 @@ log = logging.getLogger("onequeue.worker_client")
 # The target duration of one call in a pool: well above a thread switch, well below a forward pass.
 CALL_S = 0.004
 MAX_GROUP = 32
-# While more streams are read, their readers wake together, so many seconds after the first delta:
-# an event costs the loop as much for several tokens as for one.
-FEW_READERS, WAKE_INTERVAL_S = 32, 0.02
+# While more streams are read, their readers wake together, so many seconds after the first delta or
+# so many for each of them: an event costs the loop as much for several tokens as for one.
+FEW_READERS, WAKE_INTERVAL_S, READER_INTERVAL_S = 32, 0.02, 0.0002
 # A longer text takes a pool thread more than 0.1 s.
 LONG_CHARS = 1 << 17
 RawOutput = tuple[WorkItem, object]
@@ -195,7 +195,8 @@ class WorkerClient:
             wake()
             return
         if not self._to_wake:
-            self.loop.call_later(WAKE_INTERVAL_S, self._wake_readers)
+            interval_s = max(WAKE_INTERVAL_S, self.readers * READER_INTERVAL_S)
+            self.loop.call_later(interval_s, self._wake_readers)
         self._to_wake[wake] = None
 
     def _wake_readers(self) -> None:
