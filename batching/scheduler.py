@@ -197,6 +197,8 @@ class ContinuousScheduler:
         requests = {(max(highest, s.priority), s.owner) for s in self.running}
         if len(requests) < 2 and requests.issuperset(self._waiting):
             return ready
+        if ready and len(requests) == len(self.running) and self.running[-1].priority <= highest:
+            return ready  # each is the only one of its request
         ready.sort(key=lambda s: (s.priority, len(s.tokens) - s.prompt_len))
         first: dict[WorkOwner, Sequence] = {}
         for sequence in ready:

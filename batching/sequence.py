@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple, Self, SupportsIndex, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex, TypeAlias, cast, overload
 
 from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
 from batching.fair_share import NO_OWNER, Priority, WorkOwner
@@ -167,8 +167,7 @@ class Sequence:
 
     @property
     def _generated(self) -> TokenList:
-        assert not isinstance(self.tokens, PrefixedTokens)
-        return self.tokens
+        return cast(TokenList, self.tokens)  # PrefixedTokens generate nothing
 
     @property
     def contents(self) -> abc.Sequence[Content]:

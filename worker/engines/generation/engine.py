@@ -461,7 +461,7 @@ class GenerationEngine:
         self, chunk: Chunk, scores: list[SampledToken], sampled: list[SampledToken]
     ) -> None:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
-        if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
+        if any(score.token < 0 for score in (*sampled[:1], *scores)):
             raise ItemFailed("the model's output for this input is not a number")
         output.item.progress_at = time.monotonic()
         if chunk.is_prefill:
