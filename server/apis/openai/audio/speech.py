@@ -1,0 +1,221 @@
+"""`POST /v1/audio/speech`: a text in, its audio out; `GET /v1/audio/voices`.
+
+    body → sentences, a work item each → samples → encoder (pool thread) → body or events
+
+A sentence is sent when it is spoken. Requests of others come between two sentences. The headers
+wait for the first sentence, so refusals and early failures have real status codes.
+"""
+
+import time
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.types import Scope, Send
+
+from batching.errors import InvalidInput
+from server.apis.openai.audio.encoding import CODECS, SpeechEncoder, SpeechFormat, check_format
+from server.apis.openai.audio.sentences import split_sentences
+from server.apis.openai.endpoint import MAX_INLINE_ENTRIES, BodyEndpoint, ResponseBuilder, respond
+from server.apis.openai.models import NamedModel
+from server.apis.openai.request_fields import Seed, decode, refuse_unimplemented, required
+from server.core.delta_stream import DeltaStream
+from server.core.worker_client import IncomingRequest
+from server.http.ignored_fields import ignore_fields
+from server.http.json import Document, parse_json
+from server.http.operation import Operation, Schema
+from server.http.request import send_at_pace, send_json
+from server.http.sse import data_frame
+from worker.messages.synthesis import SpeechInput, SpokenAudio
+
+MAX_INPUT = 4096  # characters, as OpenAI has it
+TOKENS_PER_S = 20  # of audio, in `usage`
+BINARY: Schema = {"type": "string", "format": "binary"}
+
+
+class VoiceId(Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class SpeechRequest(Struct, kw_only=True):
+    unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {"instructions": ("",)}
+
+    model: str | None = None
+    input: Annotated[str, Meta(min_length=1, max_length=MAX_INPUT)] | None = None
+    voice: Annotated[str, Meta(min_length=1, max_length=200)] | VoiceId | None = None
+    response_format: SpeechFormat | None = None
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    seed: Seed | None = None
+
+    @property
+    def format(self) -> SpeechFormat:
+        return self.response_format or "mp3"
+
+
+class SpeechUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class SpeechAudioDelta(Struct, tag="speech.audio.delta", tag_field="type"):
+    audio: str  # base64
+
+
+class SpeechAudioDone(Struct, tag="speech.audio.done", tag_field="type"):
+    usage: SpeechUsage
+
+
+class SpeakerVoice(Struct):
+    id: str
+    name: str
+    model: str
+
+
+class VoiceList(Struct):
+    voices: list[SpeakerVoice]
+
+
+class SpeechTask(Struct):
+    body: SpeechRequest
+    model: NamedModel
+    payloads: list[SpeechInput]
+
+
+class SpeechStream(DeltaStream[SpokenAudio]):
+    """The sentences of a request, in their order. Unread audio counts as memory of the request:
+    where that is short, the connections of the slowest readers end."""
+
+    def __post_init__(self) -> None:
+        self._num_pushed = self._read_bytes = 0
+        super().__post_init__()
+
+    def _on_done(self, future: Any) -> None:
+        super()._on_done(future)
+        if self._end is not None:
+            return
+        scope, idle_s = self.incoming.scope, self.incoming.deadlines.idle_s
+        now, transfer = time.monotonic(), scope["transfer"]
+        for item in self.items:  # progress gives the later sentences more time
+            item.progress_at = now
+            item.deadline = max(item.deadline, min(now + idle_s, self.incoming.deadlines.whole))
+        for item in self.items[self._num_pushed :]:
+            if not item.future.done():
+                break
+            self._num_pushed += 1
+            audio = cast(SpokenAudio, item.future.result())
+            scope["app"].memory.hold(transfer, transfer.held + audio.samples.nbytes)
+            self.push(audio)
+
+    def take(self) -> list[SpokenAudio]:
+        """Return the unread sentences; none after a failure, which ends the response at once."""
+        return [] if self._end is not None else super().take()
+
+    async def read(self) -> list[SpokenAudio]:
+        scope = self.incoming.scope
+        scope["app"].memory.give_back(scope["transfer"], self._read_bytes)  # those were sent
+        audios = await super().read()
+        self._read_bytes = sum(audio.samples.nbytes for audio in audios)
+        return audios
+
+
+class SpeechBuilder(ResponseBuilder[SpokenAudio]):
+    """Builds the response of `count` sentences, as bytes of a format or as events with them."""
+
+    streams = True
+
+    def __init__(self, request: SpeechRequest, count: int) -> None:
+        self.request, self._left = request, count
+        self._encoder: SpeechEncoder | None = None
+        self._tokens, self._seconds = 0, 0.0
+
+    def entries(self, delta: SpokenAudio) -> int:
+        return MAX_INLINE_ENTRIES + 1  # encoded in a pool thread
+
+    def encode(self, audio: SpokenAudio) -> bytes:
+        self._encoder = self._encoder or SpeechEncoder(self.request.format, audio.rate)
+        self._left -= 1
+        self._tokens += audio.tokens
+        self._seconds += len(audio.samples) / audio.rate
+        return self._encoder.encode(audio.samples, is_last=not self._left)
+
+    def add(self, delta: SpokenAudio) -> Iterator[bytes]:
+        yield data_frame(SpeechAudioDelta(b64encode(self.encode(delta)).decode()))
+
+    def finish(self) -> Iterator[bytes]:
+        tokens, output = self._tokens, round(self._seconds * TOKENS_PER_S)
+        yield data_frame(SpeechAudioDone(SpeechUsage(tokens, output, tokens + output)))
+
+    def build(self, deltas: Sequence[SpokenAudio]) -> bytes:
+        return b"".join(map(self.encode, deltas))
+
+
+@Operation(
+    "POST /v1/audio/speech",
+    "The audio of a text",
+    {codec.media.decode(): BINARY for codec in CODECS.values()},
+    SpeechRequest,
+    stream="With stream_format: sse. speech.audio.delta with base64, speech.audio.done, [DONE].",
+)
+@dataclass(eq=False)
+class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
+    """An ASGI app that speaks."""
+
+    def parse(self, body: bytes, scope: Scope) -> SpeechTask:
+        document: Document = parse_json(body)
+        request = decode(document, SpeechRequest, self.models.id_for, scope)
+        refuse_unimplemented(document, request.unimplemented)
+        check_format(request.format)
+        if not (sentences := split_sentences(required(request.input, "input"))):
+            raise InvalidInput.at("input", "has no letter and no digit to speak")
+        if len(sentences) > (slots := self.settings.max_queue_size):
+            reason = f"has {len(sentences)} sentences, more than the queue's {slots} slots"
+            raise InvalidInput.at("input", reason)
+        voice, seed = request.voice, request.seed
+        values = {
+            "voice": voice.id if isinstance(voice, VoiceId) else voice,
+            "speed": request.speed,
+            "seed": self.settings.default_seed if seed is None else seed,
+        }
+        parameters = {name: value for name, value in values.items() if value is not None}
+        payloads = [SpeechInput(sentence, parameters) for sentence in sentences]
+        return SpeechTask(request, self.models.find(request.model), payloads)
+
+    async def serve(self, incoming: IncomingRequest, send: Send, request: SpeechTask) -> None:
+        name, payloads, scope = request.model.registry_name, request.payloads, incoming.scope
+        builder = SpeechBuilder(request.body, len(payloads))
+        with SpeechStream(self.worker_client, name, payloads, incoming) as stream:
+            if request.body.stream_format == "sse":
+                return await respond(scope, send, stream, builder)
+            audios = await stream.read()
+            if (info := request.model.served.info) and request.body.voice and not info.voices:
+                ignore_fields(["voice"], scope)
+            headers, media = stream.timing_headers(), CODECS[request.body.format].media
+            if not stream.unfinished:
+                content = await run_sync(builder.build, audios)
+                return await send_json(send, content, headers=headers, media=media)
+            headers = [(b"content-type", media), *headers]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while audios:
+                for audio in audios:
+                    body = await run_sync(builder.encode, audio)
+                    message = {"type": "http.response.body", "body": body, "more_body": True}
+                    await send_at_pace(send, scope["transfer"], message)
+                audios = await stream.read() if stream.unfinished else []
+            await send({"type": "http.response.body", "body": b""})
+
+    @Operation("GET /v1/audio/voices", "The voices of the loaded models", VoiceList)
+    async def voices(self, request: Request) -> VoiceList:
+        return VoiceList(
+            [
+                SpeakerVoice(voice, voice, model.id)
+                for model in self.models.models
+                if (info := model.served.info)
+                for voice in info.voices or ["default"]
+            ]
+        )
