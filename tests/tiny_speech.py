@@ -106,6 +106,12 @@ def fastspeech2() -> list[Any]:
     return [hf.FastSpeech2ConformerWithHifiGan(config), tokenizer]
 
 
+def fill_codebooks(codec: Any) -> None:
+    """Give each code a random vector: all are zero at first, and each code sounds the same."""
+    for layer in codec.quantizer.layers:
+        layer.codebook.embed.normal_()
+
+
 def bark() -> list[Any]:
     tokenizer = new_tokenizer()
     tokenizer.model_max_length = 512
@@ -127,12 +133,14 @@ def bark() -> list[Any]:
     )
     kinds = importlib.import_module(GENERATION)
     generation = kinds.BarkGenerationConfig.from_sub_model_configs(
-        kinds.BarkSemanticGenerationConfig(max_new_tokens=6),
-        kinds.BarkCoarseGenerationConfig(max_coarse_history=60),
+        kinds.BarkSemanticGenerationConfig(max_new_tokens=6, do_sample=True),
+        kinds.BarkCoarseGenerationConfig(max_coarse_history=60, do_sample=True),
         kinds.BarkFineGenerationConfig(),
     )
     file = JsonFile("generation_config.json", generation.to_dict())
-    return [hf.BarkModel(config), hf.BarkProcessor(tokenizer), file]
+    model = hf.BarkModel(config)
+    fill_codebooks(model.codec_model)
+    return [model, hf.BarkProcessor(tokenizer), file]
 
 
 def musicgen() -> list[Any]:
@@ -163,6 +171,7 @@ def musicgen() -> list[Any]:
         text_encoder=text.to_dict(), audio_encoder=codec.to_dict(), decoder=decoder.to_dict()
     )
     model = hf.MusicgenForConditionalGeneration(config)
+    fill_codebooks(model.audio_encoder)
     model.generation_config = hf.GenerationConfig(
         max_length=12, do_sample=True, guidance_scale=3.0, decoder_start_token_id=32,
         pad_token_id=32, bos_token_id=32,

@@ -6,6 +6,8 @@ import numpy as np
 
 from worker.messages.protocol import PipelineInput
 
+DEFAULT_VOICE = "default"  # the first one of a model, or its only one
+
 
 @dataclass(frozen=True, slots=True)
 class SpeechInput(PipelineInput):

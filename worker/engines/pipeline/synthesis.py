@@ -29,7 +29,7 @@ from worker.engines.pipeline.runner import (
 )
 from worker.error_classification import first_line
 from worker.media.inputs import to_json
-from worker.messages.synthesis import SpeechInput, SpokenAudio
+from worker.messages.synthesis import DEFAULT_VOICE, SpeechInput, SpokenAudio
 from worker.model.loading import Pipe
 
 log = logging.getLogger("onequeue.speech")
@@ -40,7 +40,6 @@ EMBEDDINGS = {  # further arguments, with the setting of the embedding's size
     "speaker_embedding": "speaker_embed_dim",
 }
 RATE = "speaking_rate"  # attribute of models that speak at any speed
-DEFAULT_VOICE = "default"
 MAX_SAMPLE = 32767
 MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
@@ -116,6 +115,11 @@ class RandomState:
             self._exchange()
 
 
+def take_waveform(model: object, inputs: object, output: Any) -> Any:
+    """Return a model's audio alone: the pipeline takes the first output, which may be another."""
+    return (output["waveform"],) if "waveform" in output else output
+
+
 @dataclass(slots=True)
 class PreparedSpeech(PreparedInput):
     speed: float = 1.0
@@ -126,6 +130,11 @@ class SynthesisRunner(PipelineRunner):
     """Runs sentences one by one. `voices`: by name, the default first."""
 
     voices: Mapping[str, Voice]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipe.vocoder is None and not self._model.can_generate():
+            self._model.register_forward_hook(take_waveform)
 
     @property
     def _model(self) -> Any:

@@ -30,7 +30,7 @@ from server.http.json import Document, parse_json
 from server.http.operation import Operation, Schema
 from server.http.request import send_at_pace, send_json
 from server.http.sse import data_frame
-from worker.messages.synthesis import SpeechInput, SpokenAudio
+from worker.messages.synthesis import DEFAULT_VOICE, SpeechInput, SpokenAudio
 
 MAX_INPUT = 4096  # characters, as OpenAI has it
 TOKENS_PER_S = 20  # of audio, in `usage`
@@ -176,15 +176,18 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
         if len(sentences) > (slots := self.settings.max_queue_size):
             reason = f"has {len(sentences)} sentences, more than the queue's {slots} slots"
             raise InvalidInput.at("input", reason)
-        voice, seed = request.voice, request.seed
+        model, seed, voice = self.models.find(request.model), request.seed, request.voice
+        name = voice.id if isinstance(voice, VoiceId) else voice
+        if name not in (None, DEFAULT_VOICE) and (info := model.served.info) and not info.voices:
+            ignore_fields(["voice"], scope)
         values = {
-            "voice": voice.id if isinstance(voice, VoiceId) else voice,
+            "voice": name,
             "speed": request.speed,
             "seed": self.settings.default_seed if seed is None else seed,
         }
         parameters = {name: value for name, value in values.items() if value is not None}
         payloads = [SpeechInput(sentence, parameters) for sentence in sentences]
-        return SpeechTask(request, self.models.find(request.model), payloads)
+        return SpeechTask(request, model, payloads)
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: SpeechTask) -> None:
         name, payloads, scope = request.model.registry_name, request.payloads, incoming.scope
@@ -193,8 +196,6 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
             if request.body.stream_format == "sse":
                 return await respond(scope, send, stream, builder)
             audios = await stream.read()
-            if (info := request.model.served.info) and request.body.voice and not info.voices:
-                ignore_fields(["voice"], scope)
             headers, media = stream.timing_headers(), CODECS[request.body.format].media
             if not stream.unfinished:
                 content = await run_sync(builder.build, audios)
@@ -216,6 +217,6 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
                 SpeakerVoice(voice, voice, model.id)
                 for model in self.models.models
                 if (info := model.served.info)
-                for voice in info.voices or ["default"]
+                for voice in info.voices or [DEFAULT_VOICE]
             ]
         )
