@@ -63,7 +63,9 @@ class SpeechEncoder:
         if codec.container:
             import soundfile
 
-            kind = {"format": codec.container, "subtype": codec.subtype}
+            kind: dict[str, Any] = {"format": codec.container, "subtype": codec.subtype}
+            if name == "mp3":  # players infer a stream's length from the rate of its first frame
+                kind |= {"bitrate_mode": "CONSTANT", "compression_level": 0.5}
             self._writer = soundfile.SoundFile(self._buffer, "w", self.rate, 1, **kind)
         elif name == "aac":
             self._writer = AacWriter(self._buffer, self.rate)
@@ -74,7 +76,8 @@ class SpeechEncoder:
             samples = self._resampler.resample_chunk(samples, last=is_last)
         if self._writer is not None:
             self._writer.write(samples)
-            self._writer.close() if is_last else self._writer.flush()
+            if is_last:
+                self._writer.close()
         else:
             if self.name == "wav" and not self._sent:
                 self._buffer.write(wav_header(self.rate, samples.nbytes if is_last else None))
@@ -108,9 +111,6 @@ class AacWriter:
             frame = self._frame.from_ndarray(samples[None], format="s16", layout="mono")
             frame.sample_rate = self._rate
             self._container.mux(self._stream.encode(frame))
-
-    def flush(self) -> None:
-        """Do nothing: frames are written when they are full."""
 
     def close(self) -> None:
         self._container.mux(self._stream.encode(None))
