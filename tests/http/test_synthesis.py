@@ -16,13 +16,11 @@ import openai
 import pytest
 import soundfile
 
-from server.apis.openai.audio import encoding
 from server.apis.openai.audio.speech import MAX_INPUT
-from tests import tiny_speech
+from tests import tiny_speech as tiny_speech  # adds its models to the list
 from tests.serving import Server, metric, serving, wait_until
 from tests.tiny import folder
 
-assert tiny_speech.EMBEDDING_SIZE
 ONE = "The first sentence of this text has some words."
 TEXT = f"{ONE} And here is another one, which is a bit longer. A third one follows these two."
 FORMATS = ["mp3", "opus", "aac", "flac", "wav", "pcm"]
@@ -31,7 +29,10 @@ MEDIA = {"mp3": "mpeg", "opus": "ogg"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    models = {"pipeline_model": f"tts={folder('vits-noisy')}", "pipeline_task": "text-to-audio"}
+    models: dict[str, Any] = {
+        "pipeline_model": f"tts={folder('vits-noisy')}",
+        "pipeline_task": "text-to-audio",
+    }
     with serving(device="cpu", dtype="float32", chat_model="demo", **models) as running:
         yield running
 
@@ -46,7 +47,7 @@ def read_audio(data: bytes, name: str) -> tuple[np.ndarray, int]:
     if name == "pcm":
         return np.frombuffer(data, "<i2") / 32768, 24_000
     if name in ("aac", "flac"):  # libsndfile refuses FLAC without a length
-        with av.open(io.BytesIO(data)) as container:
+        with av.open(io.BytesIO(data), "r") as container:
             frames = [frame.to_ndarray() for frame in container.decode(audio=0)]
             samples = np.concatenate(frames, 1)[0]
             samples = samples / 32768 if samples.dtype == np.int16 else samples
@@ -152,9 +153,9 @@ def test_openais_sdk_speaks(server: Server, tmp_path: Path) -> None:
         ({"input": "世界"}, "input", "the text has no tokens"),
         ({"input": f"{ONE} {'世界' * 30}"}, "input", "the text has no tokens"),
         ({"input": ["a"]}, "input", "input: expected str, got array"),
-        ({"voice": "../../etc/passwd"}, "voice", "voice: must be one of 0, 1, 2, not '../../"),
-        ({"voice": "-1"}, "voice", "voice: must be one of 0, 1, 2"),
-        ({"voice": {"id": "3"}}, "voice", "voice: must be one of 0, 1, 2"),
+        ({"voice": "../../etc/passwd"}, "voice", "voice must be one of 0, 1, 2, not '../../"),
+        ({"voice": "-1"}, "voice", "voice must be one of 0, 1, 2"),
+        ({"voice": {"id": "3"}}, "voice", "voice must be one of 0, 1, 2"),
         ({"voice": {}}, "voice.id", "voice.id: is required"),
         ({"instructions": "whisper"}, "instructions", "instructions: is not implemented"),
         ({"speed": 0.1}, "speed", "speed: expected float >= 0.25"),
@@ -225,7 +226,7 @@ def test_a_model_of_one_voice_names_the_field_that_it_ignores() -> None:
 
 
 def test_aac_needs_its_extra(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, param, message = refusal(post(server, response_format="aac"))
     assert (status, param) == (400, "response_format")
     assert "extra [audio]" in message

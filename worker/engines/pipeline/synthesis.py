@@ -34,21 +34,20 @@ from worker.model.loading import Pipe
 
 log = logging.getLogger("onequeue.speech")
 
-SPEAKERS = ("speaker_id", "speaker_ids")  # arguments of a forward pass or `generate`
-EMBEDDINGS = {  # further arguments, with the setting of the embedding's size
+# Arguments of a forward pass or `generate`.
+SPEAKERS = ("speaker_id", "speaker_ids")
+EMBEDDING_SIZES = {  # with the setting of the embedding's size
     "speaker_embeddings": "speaker_embedding_dim",
     "speaker_embedding": "speaker_embed_dim",
 }
-RATE = "speaking_rate"  # attribute of models that speak at any speed
-MAX_SAMPLE = 32767
+RATE = "speaking_rate"
 MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
+MAX_SAMPLE = 32767
 
 
 class Voice(NamedTuple):
-    """The arguments of a voice."""
-
-    preprocess: Mapping[str, Any]
+    preprocess: Mapping[str, Any]  # arguments, as the next
     forward: Mapping[str, Any]
 
 
@@ -56,35 +55,33 @@ def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
     """Return the voices of a model by name; none if it takes no choice. `folder`: VOICES_DIR."""
     presets = getattr(pipe.processor, "available_voice_presets", None) or ()
     voices = {name: Voice({"voice_preset": name}, {}) for name in sorted(presets)}
-    model = pipe.model
-    arguments = inspect.signature(model.generate if model.can_generate() else model.forward)
-    config = getattr(model.config, "model_config", model.config)  # of a model with its vocoder
-    for name in arguments.parameters:
-        if name in SPEAKERS:
-            count = getattr(config, "num_speakers", None) or 1
-            ids = range(count) if count > 1 else ()
-            voices |= {str(n): Voice({}, {name: torch.tensor([n])}) for n in ids}
-        elif name in EMBEDDINGS and folder != "none":
-            size = getattr(config, EMBEDDINGS[name], None) or 0
-            files = sorted(Path(folder).expanduser().glob("*.npy")) if size else []
-            for file in files[:MAX_VOICES]:
-                if (embedding := read_embedding(file, size, pipe.dtype)) is not None:
-                    voices[file.stem] = Voice({}, {name: embedding})
+    config = getattr(pipe.model.config, "model_config", pipe.model.config)  # beside a vocoder's
+    for name in arguments(pipe):
+        if name in SPEAKERS and (count := getattr(config, "num_speakers", None) or 1) > 1:
+            voices |= {str(n): Voice({}, {name: torch.tensor([n])}) for n in range(count)}
+        elif folder != "none" and (size := getattr(config, EMBEDDING_SIZES.get(name, ""), None)):
+            for file in sorted(Path(folder).expanduser().glob("*.npy"))[:MAX_VOICES]:
+                try:
+                    voices[file.stem] = Voice({}, {name: read_embedding(file, size, pipe.dtype)})
+                except (OSError, ValueError) as error:
+                    log.warning("voice left out file=%s reason=%s", file, first_line(error))
     return voices
 
 
-def read_embedding(file: Path, size: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a speaker's embedding [1, size]; None if a file has none of this size."""
-    try:
-        if file.stat().st_size > MAX_EMBEDDING_BYTES:
-            raise ValueError(f"it is larger than {MAX_EMBEDDING_BYTES} bytes")
-        values = np.load(file, allow_pickle=False)
-        if values.size != size:
-            raise ValueError(f"it has {values.size} numbers, the model takes {size}")
-        return torch.from_numpy(values.astype(np.float32).reshape(1, size)).to(dtype)
-    except (OSError, ValueError) as error:
-        log.warning("voice left out file=%s reason=%s", file, first_line(error))
-        return None
+def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments that the pipeline can pass on to the model, by name."""
+    model = pipe.model
+    return inspect.signature(model.generate if model.can_generate() else model.forward).parameters
+
+
+def read_embedding(file: Path, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a speaker's embedding [1, size]. Raises OSError and ValueError."""
+    if file.stat().st_size > MAX_EMBEDDING_BYTES:
+        raise ValueError(f"it is larger than {MAX_EMBEDDING_BYTES} bytes")
+    values = np.load(file, allow_pickle=False)
+    if values.size != size:
+        raise ValueError(f"it has {values.size} numbers, the model takes {size}")
+    return torch.from_numpy(values.astype(np.float32).reshape(1, size)).to(dtype)
 
 
 class RandomState:
@@ -95,15 +92,12 @@ class RandomState:
         self._states = {d: torch.Generator(d).manual_seed(seed).get_state() for d in devices}
 
     def _exchange(self) -> None:
-        """Exchange the state of the process' generators with this one."""
         for device, state in self._states.items():
-            if device.type == "cpu":
-                self._states[device] = torch.get_rng_state()
-                torch.set_rng_state(state)
-            else:
-                module = torch.get_device_module(device)
-                self._states[device] = module.get_rng_state(device)
-                module.set_rng_state(state, device)
+            on_cpu = device.type == "cpu"
+            generators: Any = torch.random if on_cpu else torch.get_device_module(device)
+            where = () if on_cpu else (device,)
+            self._states[device] = generators.get_rng_state(*where)
+            generators.set_rng_state(state, *where)
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -122,7 +116,6 @@ def take_waveform(model: object, inputs: object, output: Any) -> Any:
 
 @dataclass(slots=True)
 class PreparedSpeech(PreparedInput):
-    speed: float = 1.0
     seed: int | None = None
 
 
@@ -133,38 +126,21 @@ class SynthesisRunner(PipelineRunner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pipe.vocoder is None and not self._model.can_generate():
-            self._model.register_forward_hook(take_waveform)
-
-    @property
-    def _model(self) -> Any:
-        return self.pipe.model
+        if self.pipe.vocoder is None and not self.pipe.model.can_generate():
+            self.pipe.model.register_forward_hook(take_waveform)
 
     # ── pool threads ──
 
     def prepare(self, item: PipelineItem) -> None:
-        payload = item.payload
-        is_speech = isinstance(payload, SpeechInput)
-        self._check(payload.parameters, "" if is_speech else "parameters.")
         try:
             super().prepare(item)
         except InvalidInput as error:
-            if is_speech and error.param == "inputs":
-                error.param = "input"
+            if isinstance(item.payload, SpeechInput) and error.param:
+                error.param = error.param.removeprefix("parameters.").replace("inputs", "input")
             raise
         [row] = item.prepared.chunks
         if (mask := row.get("attention_mask")) is not None:  # some processors pad
             item.tokens = int(mask.sum())
-
-    def _check(self, parameters: Mapping[str, Any], path: str) -> None:
-        """Raise InvalidInput for a voice or a speed that the model does not have."""
-        voice = parameters.get("voice", DEFAULT_VOICE)
-        if self.voices and voice not in (DEFAULT_VOICE, *self.voices):
-            names = ", ".join(self.voices)
-            raise InvalidInput.at(f"{path}voice", f"must be one of {names}, not {voice[:50]!r}")
-        if parameters.get("speed", 1) != 1 and not hasattr(self._model, RATE):
-            reason = f"is {parameters['speed']:g}; the model speaks at speed 1 only"
-            raise InvalidInput.at(f"{path}speed", reason)
 
     def _make_chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> PreparedInput:
         options: dict[str, Any] = {}
@@ -172,14 +148,29 @@ class SynthesisRunner(PipelineRunner):
             options["truncation"] = truncation
             if truncation and self.limit < min(limits.UNLIMITED, pipe.tokenizer.model_max_length):
                 options["max_length"] = self.limit
-        default = next(iter(self.voices.values()), Voice({}, {}))
-        voice = self.voices.get(parameters.get("voice", DEFAULT_VOICE), default)
+        voice = self._voice(parameters.get("voice", DEFAULT_VOICE))
+        forward = {**voice.forward}
+        if (speed := parameters.get("speed", 1)) != 1:
+            if RATE not in arguments(pipe):
+                reason = f"speed is {speed:g}; the model speaks at speed 1 only"
+                raise InvalidInput(reason, "parameters.speed")
+            forward[RATE] = speed * pipe.model.speaking_rate
         chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
-        forward = {"forward_params": dict(voice.forward), "generate_kwargs": {}}
-        speed, seed = parameters.get("speed", 1.0), parameters.get("seed")
-        prepared = PreparedSpeech(chunks, forward, {}, speed=speed, seed=seed)
+        stages = {"forward_params": forward, "generate_kwargs": {}}
+        prepared = PreparedSpeech(chunks, stages, {}, seed=parameters.get("seed"))
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, limits.TRUNCATION_HINT)
         return prepared
+
+    def _voice(self, name: str) -> Voice:
+        """Return a voice; the default for any name where the model has one voice only."""
+        if name in self.voices:
+            return self.voices[name]
+        if self.voices and name != DEFAULT_VOICE:
+            known = ", ".join(self.voices)
+            raise InvalidInput(
+                f"voice must be one of {known}, not {name[:50]!r}", "parameters.voice"
+            )
+        return next(iter(self.voices.values()), Voice({}, {}))
 
     def finish(self, item: PipelineItem, raw: Any) -> Any:
         [output] = raw
@@ -212,14 +203,3 @@ class SynthesisRunner(PipelineRunner):
         postprocessing, runs here too."""
         [row] = rows
         return [self.pipe.postprocess(self.pipe.forward(row, **parameters))]
-
-    def _forward(self, prepared: list[Any]) -> list[Any]:
-        [item] = prepared
-        rate = getattr(self._model, RATE, None)
-        if rate is None or item.speed == 1:
-            return super()._forward(prepared)
-        setattr(self._model, RATE, rate * item.speed)
-        try:
-            return super()._forward(prepared)
-        finally:
-            setattr(self._model, RATE, rate)

@@ -27,7 +27,7 @@ from server.core.delta_stream import DeltaStream
 from server.core.worker_client import IncomingRequest
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
-from server.http.operation import Operation, Schema
+from server.http.operation import JSON, Operation, Schema
 from server.http.request import send_at_pace, send_json
 from server.http.sse import data_frame
 from worker.messages.synthesis import DEFAULT_VOICE, SpeechInput, SpokenAudio
@@ -57,34 +57,7 @@ class SpeechRequest(Struct, kw_only=True):
         return self.response_format or "mp3"
 
 
-class SpeechUsage(Struct):
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-
-
-class SpeechAudioDelta(Struct, tag="speech.audio.delta", tag_field="type"):
-    audio: str  # base64
-
-
-class SpeechAudioDone(Struct, tag="speech.audio.done", tag_field="type"):
-    usage: SpeechUsage
-
-
-class SpeakerVoice(Struct):
-    id: str
-    name: str
-    model: str
-
-
-class VoiceList(Struct):
-    voices: list[SpeakerVoice]
-
-
-class SpeechTask(Struct):
-    body: SpeechRequest
-    model: NamedModel
-    payloads: list[SpeechInput]
+SpeechTask = tuple[SpeechRequest, NamedModel, Sequence[SpeechInput]]
 
 
 class SpeechStream(DeltaStream[SpokenAudio]):
@@ -99,11 +72,11 @@ class SpeechStream(DeltaStream[SpokenAudio]):
         super()._on_done(future)
         if self._end is not None:
             return
-        scope, idle_s = self.incoming.scope, self.incoming.deadlines.idle_s
+        scope, _, deadlines = self.incoming
         now, transfer = time.monotonic(), scope["transfer"]
         for item in self.items:  # progress gives the later sentences more time
             item.progress_at = now
-            item.deadline = max(item.deadline, min(now + idle_s, self.incoming.deadlines.whole))
+            item.deadline = min(now + deadlines.idle_s, deadlines.whole)
         for item in self.items[self._num_pushed :]:
             if not item.future.done():
                 break
@@ -145,11 +118,17 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
         return self._encoder.encode(audio.samples, is_last=not self._left)
 
     def add(self, delta: SpokenAudio) -> Iterator[bytes]:
-        yield data_frame(SpeechAudioDelta(b64encode(self.encode(delta)).decode()))
+        audio = b64encode(self.encode(delta)).decode()
+        yield data_frame({"type": "speech.audio.delta", "audio": audio})
 
     def finish(self) -> Iterator[bytes]:
         tokens, output = self._tokens, round(self._seconds * TOKENS_PER_S)
-        yield data_frame(SpeechAudioDone(SpeechUsage(tokens, output, tokens + output)))
+        usage = {
+            "input_tokens": tokens,
+            "output_tokens": output,
+            "total_tokens": tokens + output,
+        }
+        yield data_frame({"type": "speech.audio.done", "usage": usage})
 
     def build(self, deltas: Sequence[SpokenAudio]) -> bytes:
         return b"".join(map(self.encode, deltas))
@@ -173,30 +152,23 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
         check_format(request.format)
         if not (sentences := split_sentences(required(request.input, "input"))):
             raise InvalidInput.at("input", "has no letter and no digit to speak")
-        if len(sentences) > (slots := self.settings.max_queue_size):
-            reason = f"has {len(sentences)} sentences, more than the queue's {slots} slots"
-            raise InvalidInput.at("input", reason)
         model, seed, voice = self.models.find(request.model), request.seed, request.voice
         name = voice.id if isinstance(voice, VoiceId) else voice
         if name not in (None, DEFAULT_VOICE) and (info := model.served.info) and not info.voices:
             ignore_fields(["voice"], scope)
-        values = {
-            "voice": name,
-            "speed": request.speed,
-            "seed": self.settings.default_seed if seed is None else seed,
-        }
+        seed = self.settings.default_seed if seed is None else seed
+        values = {"voice": name, "speed": request.speed, "seed": seed}
         parameters = {name: value for name, value in values.items() if value is not None}
-        payloads = [SpeechInput(sentence, parameters) for sentence in sentences]
-        return SpeechTask(request, model, payloads)
+        return request, model, [SpeechInput(sentence, parameters) for sentence in sentences]
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: SpeechTask) -> None:
-        name, payloads, scope = request.model.registry_name, request.payloads, incoming.scope
-        builder = SpeechBuilder(request.body, len(payloads))
-        with SpeechStream(self.worker_client, name, payloads, incoming) as stream:
-            if request.body.stream_format == "sse":
+        body, model, payloads = request
+        scope, builder = incoming.scope, SpeechBuilder(body, len(payloads))
+        with SpeechStream(self.worker_client, model.registry_name, payloads, incoming) as stream:
+            if body.stream_format == "sse":
                 return await respond(scope, send, stream, builder)
             audios = await stream.read()
-            headers, media = stream.timing_headers(), CODECS[request.body.format].media
+            headers, media = stream.timing_headers(), CODECS[body.format].media
             if not stream.unfinished:
                 content = await run_sync(builder.build, audios)
                 return await send_json(send, content, headers=headers, media=media)
@@ -204,19 +176,19 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while audios:
                 for audio in audios:
-                    body = await run_sync(builder.encode, audio)
-                    message = {"type": "http.response.body", "body": body, "more_body": True}
+                    piece = await run_sync(builder.encode, audio)
+                    message = {"type": "http.response.body", "body": piece, "more_body": True}
                     await send_at_pace(send, scope["transfer"], message)
                 audios = await stream.read() if stream.unfinished else []
             await send({"type": "http.response.body", "body": b""})
 
-    @Operation("GET /v1/audio/voices", "The voices of the loaded models", VoiceList)
-    async def voices(self, request: Request) -> VoiceList:
-        return VoiceList(
-            [
-                SpeakerVoice(voice, voice, model.id)
-                for model in self.models.models
-                if (info := model.served.info)
-                for voice in info.voices or [DEFAULT_VOICE]
-            ]
-        )
+    @Operation("GET /v1/audio/voices", "The voices of the loaded models", {JSON: {}})
+    async def voices(self, request: Request) -> Document:
+        described = [(model.id, model.served.info) for model in self.models.models]
+        voices = [
+            {"id": voice, "name": voice, "model": id}
+            for id, info in described
+            if info
+            for voice in info.voices or [DEFAULT_VOICE]
+        ]
+        return {"voices": voices}
