@@ -78,10 +78,11 @@ class SpeechStream(DeltaStream[SpokenAudio]):
             item.progress_at = now
             item.deadline = min(now + deadlines.idle_s, deadlines.whole)
         for item in self.items[self._num_pushed :]:
-            if not item.future.done():
+            done = item.future
+            if not done.done() or done.cancelled() or done.exception():
                 break
             self._num_pushed += 1
-            audio = cast(SpokenAudio, item.future.result())
+            audio = cast(SpokenAudio, done.result())
             scope["app"].memory.hold(transfer, transfer.held + audio.samples.nbytes)
             self.push(audio)
 
