@@ -270,6 +270,18 @@ def test_a_sentence_is_sent_before_the_next_one_is_spoken(
         assert b"".join([first, *chunks]) == expected
 
 
+def test_unread_audio_counts_as_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    given_back: list[int] = []
+    memory = server.app.memory
+    monkeypatch.setattr(memory, "hold", lambda transfer, size: held.append(size - transfer.held))
+    monkeypatch.setattr(memory, "give_back", lambda transfer, size: given_back.append(size))
+    audio = post(server).content
+    assert len(held) == 3
+    assert sum(held) == len(audio) - 44
+    assert 0 < sum(given_back) < sum(held)  # the last sentences leave with the request
+
+
 def test_a_disconnect_frees_the_slots_and_ends_the_speech(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +349,7 @@ def test_a_long_text_outlasts_the_limit_of_a_sentence(
         forward, waited = engine.runner.forward, threading.Event()
 
         def slow(prepared: list[Any]) -> list[Any]:
-            waited.wait(0.9)
+            waited.wait(1.2)
             result: list[Any] = forward(prepared)
             return result
 

@@ -212,7 +212,11 @@ def test_files_that_are_no_embedding_are_left_out(
 ) -> None:
     tiny_speech.write_voices(tmp_path, "ann")
     np.save(tmp_path / "long.npy", np.zeros(9, np.float32))
-    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    np.save(
+        tmp_path / "objects.npy",
+        np.array([0.5] * tiny_speech.EMBEDDING_SIZE, object),
+        allow_pickle=True,
+    )
     np.save(tmp_path / "words.npy", np.array(["a"] * tiny_speech.EMBEDDING_SIZE))
     np.save(tmp_path / "large.npy", np.zeros(1 << 20, np.float32))
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY")

@@ -86,10 +86,6 @@ class SpeechStream(DeltaStream[SpokenAudio]):
             scope["app"].memory.hold(transfer, transfer.held + audio.samples.nbytes)
             self.push(audio)
 
-    def take(self) -> list[SpokenAudio]:
-        """Return the unread sentences; none after a failure, which ends the response at once."""
-        return [] if self._end is not None else super().take()
-
     async def read(self) -> list[SpokenAudio]:
         scope = self.incoming.scope
         scope["app"].memory.give_back(scope["transfer"], self._read_bytes)  # those were sent
