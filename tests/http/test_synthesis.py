@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import soundfile
 
 from server.apis.openai.audio.speech import MAX_INPUT
 from tests import tiny_speech as tiny_speech  # adds its models to the list
+from tests.process.test_sdk_node import FOLDER, NODE
 from tests.serving import Server, metric, serving, wait_until
 from tests.tiny import folder
 
@@ -140,6 +143,25 @@ def test_openais_sdk_speaks(server: Server, tmp_path: Path) -> None:
     assert len(read_audio((tmp_path / "speech.mp3").read_bytes(), "mp3")[0]) > 1000
     with pytest.raises(openai.BadRequestError, match="must be one of 0, 1, 2"):
         client.audio.speech.create(**given | {"voice": "alloy"})
+
+
+@pytest.mark.skipif(
+    NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
+)
+def test_openais_node_sdk_speaks(server: Server) -> None:
+    assert NODE is not None
+    done = subprocess.run(
+        [NODE, FOLDER / "speech.mjs"],
+        env=os.environ | {"URL": f"{server.url}/v1", "TEXT": TEXT},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    found = json.loads(done.stdout)
+    expected = len(post(server, voice="1", response_format="pcm").content)
+    assert found["whole"] == found["bytes"] == expected
+    assert found["pieces"] >= 1
+    assert found["refused"] == "voice"
 
 
 @pytest.mark.parametrize(
