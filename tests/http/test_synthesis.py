@@ -298,7 +298,10 @@ def test_unread_audio_counts_as_memory(server: Server, monkeypatch: pytest.Monke
     memory = server.app.memory
     monkeypatch.setattr(memory, "hold", lambda transfer, size: held.append(size - transfer.held))
     monkeypatch.setattr(memory, "give_back", lambda transfer, size: given_back.append(size))
+    spoken_s = metric(server, "onequeue_spoken_seconds_total")
     audio = post(server).content
+    spoken_s = metric(server, "onequeue_spoken_seconds_total") - spoken_s
+    assert spoken_s == pytest.approx((len(audio) - 44) / 32_000)
     assert len(held) == 3
     assert sum(held) == len(audio) - 44
     assert 0 < sum(given_back) < sum(held)  # the last sentences leave with the request

@@ -83,6 +83,7 @@ class SpeechStream(DeltaStream[SpokenAudio]):
                 break
             self._num_pushed += 1
             audio = cast(SpokenAudio, done.result())
+            self.worker_client.metrics.spoken_s.inc(len(audio.samples) / audio.rate)
             scope["app"].memory.hold(transfer, transfer.held + audio.samples.nbytes)
             self.push(audio)
 
