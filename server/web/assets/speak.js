@@ -10,7 +10,7 @@ const MAX_CHARS = 4096; // of a text
 let speaker = null; // the model that speaks answers of chats
 
 export function chooseSpeaker(models) {
-  speaker = models.find(({ tasks }) => tasks.includes(TASK)) ?? null;
+  speaker = models.find(({ tasks }) => tasks?.includes(TASK)) ?? null;
 }
 
 // Returns the player and the request. `fields`: of the request, beside the model and the text.
