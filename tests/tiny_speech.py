@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests import tiny
-from tests.tiny import hf
+from tests.tiny import IDS, hf
 from tests.tiny_media import new_tokenizer, vits
 from tests.tiny_tokenizers import llama_tokenizer
 
@@ -179,6 +179,51 @@ def musicgen() -> list[Any]:
     return [model, tokenizer]
 
 
+def csm() -> list[Any]:
+    tokenizer = llama_tokenizer()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "num_codebooks": 4,
+        "vocab_size": 64,
+    }
+    codec = hf.MimiConfig(
+        num_filters=4,
+        hidden_size=16,
+        vector_quantization_hidden_dimension=16,
+        codebook_dim=16,
+        codebook_size=64,
+        num_quantizers=4,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        upsampling_ratios=[4, 4],
+        upsample_groups=16,
+        frame_rate=750.0,
+    )
+    config = hf.CsmConfig(
+        text_vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        codec_config=codec.to_dict(),
+        depth_decoder_config={**sizes, "backbone_hidden_size": 32, "max_position_embeddings": 9},
+        codebook_eos_token_id=0,
+        codebook_pad_token_id=63,
+        audio_token_id=7,
+        audio_eos_token_id=8,
+        **sizes,
+        **IDS,
+    )
+    model = hf.CsmForConditionalGeneration(config)
+    model.generation_config.update(max_new_tokens=6, do_sample=True)
+    return [model, tokenizer]
+
+
 def write_voices(folder: Path, *names: str) -> str:
     """Write a speaker embedding for each name; return the folder."""
     folder.mkdir(exist_ok=True)
@@ -195,5 +240,6 @@ tiny.BUILDERS.update(
         "fastspeech2": fastspeech2,
         "bark": bark,
         "musicgen": musicgen,
+        "csm": csm,
     }
 )

@@ -28,6 +28,7 @@ VOICES: dict[str, tuple[str, ...]] = {
     "speecht5": ("ann", "bob"),
     "bark": (),
     "musicgen": (),
+    "csm": (),
     "fastspeech2-rated": ("0", "1"),
 }
 
