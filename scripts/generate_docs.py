@@ -28,6 +28,7 @@ from environment import ROOT
 from prometheus_client import ProcessCollector
 
 from server.apis.openai.audio.request import TranscriptionRequest, TranslationRequest
+from server.apis.openai.audio.speech import SpeechRequest
 from server.apis.openai.embedding.rerank import RerankRequest
 from server.apis.openai.request_fields import GenerationRequest, known_fields
 from server.app import create_app
@@ -118,8 +119,9 @@ def request_kinds() -> dict[str, type[msgspec.Struct]]:
         if isinstance(route, OperationRoute) and isinstance(route.operation.request, type):
             paths.setdefault(route.operation.request, []).append(route.path)
     kinds = {path: kind for kind, of_kind in paths.items() for path in of_kind}
-    return kinds | {  # no demo model reranks; forms have no struct in the routes
+    return kinds | {  # no demo model reranks or speaks; forms have no struct in the routes
         "/v1/rerank": RerankRequest,
+        "/v1/audio/speech": SpeechRequest,
         "/v1/audio/transcriptions": TranscriptionRequest,
         "/v1/audio/translations": TranslationRequest,
     }

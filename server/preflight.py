@@ -132,6 +132,8 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
         except UnusableDecisionConfig as error:
             raise SettingsError(f"DECISION_CONFIG={file!r}: {error}") from None
     read_object("CHAT_TEMPLATE_KWARGS", settings.chat_template_kwargs)
+    if (folder := settings.voices_dir) != "none" and not is_folder(folder):
+        raise SettingsError(f"VOICES_DIR={folder!r}: there is no such folder")
     check_adapters(settings)
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)

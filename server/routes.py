@@ -12,6 +12,7 @@ from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, Me
 from server.apis.anthropic.schemas import TokenCount
 from server.apis.openai.adapters import AdapterControl
 from server.apis.openai.audio.endpoint import OPERATIONS, SpeechEndpoint
+from server.apis.openai.audio.speech import SynthesisEndpoint
 from server.apis.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
 from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import BatchStore, FolderInUse
@@ -28,7 +29,13 @@ from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
 from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
-from server.apis.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
+from server.apis.openai.models import (
+    ANY_MODEL,
+    ModelGroup,
+    ModelListing,
+    NamedModel,
+    add_aliases,
+)
 from server.apis.openai.responses.conversations import Conversations
 from server.apis.openai.responses.endpoint import Responses
 from server.apis.openai.responses.store import ResponseStore
@@ -53,7 +60,9 @@ from server.http.operation import TEXT, Operation, OperationRoute, routes_of
 from server.http.upload import Uploads
 from server.openapi.document import openapi_route
 from server.web.page import Assets, IndexPage, ReferencePage
+from worker.tasks import SPEECH_TASK
 
+SPEECH = "speech"  # kind of the models of /v1/audio/speech, which are pipelines
 METRICS = Operation("GET /metrics", "Prometheus metrics", {TEXT: {"type": "string"}})
 
 
@@ -100,13 +109,13 @@ def make_routes(
             entry.reference, worker_client, entry.served_by, taken, entry.settings.pipeline_task
         )
         for entry in entries
-        if entry.kind == "pipeline" and entry.served_by == entry.name
+        if entry.kind == "pipeline" and entry.served_by == entry.name and not speaks(entry)
     ]
     classifiers = [model for model in pipelines if model.tasks == ["text-classification"]]
     described = [*models.get("embedding", ()), *models.get("rerank", ()), *classifiers]
     routes += [info_route(settings, model) for model in described[:1]]
     routes += ModelListing(named, pipelines).routes()
-    if texts := {kind: group for kind, group in models.items() if kind != "transcription"}:
+    if texts := {kind: models[kind] for kind in models if kind not in ("transcription", SPEECH)}:
         order = sorted(texts, key=lambda kind: kind not in ("embedding", "rerank"))
         groups = ModelGroup(*texts.values()), ModelGroup(*(texts[kind] for kind in order))
         routes += tokenizer_routes(settings, worker_client, *groups)
@@ -163,10 +172,15 @@ def named_models(
     that are taken, and for MODEL_ALIASES."""
     models: dict[str, list[NamedModel]] = {}
     for entry in entries:
-        if entry.kind != "pipeline":
+        kind, task = (SPEECH, SPEECH_TASK) if speaks(entry) else (entry.kind, "")
+        if kind != "pipeline":
             others = [*chain(*models.values())]
-            model = NamedModel(entry.reference, worker_client, entry.name, others)
-            models.setdefault(entry.kind, []).append(model)
+            model = NamedModel(entry.reference, worker_client, entry.name, others, task)
+            if task and SPEECH not in models:
+                model.names |= {None, *ANY_MODEL}
+            models.setdefault(kind, []).append(model)
+    if SPEECH in models:  # clients choose the first model of a list for chats
+        models[SPEECH] = models.pop(SPEECH)
     add_aliases([*chain(*models.values())], settings.model_aliases)
     return models
 
@@ -192,6 +206,14 @@ def scoring_and_speech_routes(
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():
             yield OperationRoute(operation, SpeechEndpoint(worker_client, group, uploads, kind))
+    if speakers := models.get(SPEECH):
+        speech = SynthesisEndpoint(settings, worker_client, ModelGroup(speakers))
+        yield from routes_of(speech, speech.voices)
+
+
+def speaks(entry: ModelEntry) -> bool:
+    """Return whether a pipeline's model is also served by /v1/audio/speech."""
+    return entry.kind == "pipeline" and entry.settings.pipeline_task == SPEECH_TASK
 
 
 def open_store(settings: Settings) -> ResponseStore:

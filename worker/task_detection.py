@@ -17,7 +17,7 @@ from batching.errors import OnequeueError
 from worker.checkpoint_files import GGUF
 from worker.error_classification import first_line
 from worker.loader import Job
-from worker.tasks import resolve_task
+from worker.tasks import SPEECH_TASK, resolve_task
 
 DEMO_TASK = "fill-mask"
 CONFIG = "config.json"
@@ -25,6 +25,7 @@ FETCH_S = 60.0
 CONNECT_S = 1.0
 T = TypeVar("T")
 SPEECH_MODELS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
+SPEAKING_MODELS = "(Musicgen|Csm|Dia|HiggsAudio|PocketTTS|GradiumPhononTTS|VibeVoice)"
 # The first pattern that matches an architecture's whole name counts. Names that end in Model are
 # models without a head.
 TASK_PATTERNS: Mapping[str, str | None] = {
@@ -51,7 +52,10 @@ TASK_PATTERNS: Mapping[str, str | None] = {
     ),
     r"(CLIP|Siglip|Siglip2|AltCLIP|ChineseCLIP|Align)Model": "zero-shot-image-classification",
     r"ClapModel": "zero-shot-audio-classification",
-    r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
+    rf"(Vits|Bark|FastSpeech2Conformer)Model|.*WithHifiGan|{SPEAKING_MODELS}.*Generation": (
+        SPEECH_TASK
+    ),
+    r".*ForTextTo(Speech|Waveform)": SPEECH_TASK,
 }
 # Architectures without a pipeline in transformers 5; TASK_PATTERNS come first.
 DROPPED = r".*(ForConditionalGeneration|MTModel)|.*ForQuestionAnswering|.*EncoderDecoderModel"

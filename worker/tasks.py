@@ -108,6 +108,9 @@ GENERATE = {
     **TRUNCATION,
 }
 
+SPEECH_TASK = "text-to-audio"
+SPEAK = {"voice": TEXT, "speed": number(0.25, 4), "seed": integer(-(1 << 63), (1 << 63) - 1)}
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -141,7 +144,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "feature-extraction": Task("text", TRUNCATION),
     "text-generation": Task("text", GENERATE, batches=False),
-    "text-to-audio": Task("text", TRUNCATION, stages=False),
+    SPEECH_TASK: Task("text", {**SPEAK, **TRUNCATION}, batches=False),
     "table-question-answering": Task(
         "json",
         {

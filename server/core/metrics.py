@@ -132,6 +132,7 @@ class Metrics:
         preempted = "Sequences preempted because the key-value cache was full"
         self._preemptions = counter("preemptions", preempted)
         self.audio_s = counter("transcribed_seconds", "Seconds of audio transcribed")
+        self.spoken_s = counter("spoken_seconds", "Seconds of audio spoken")
         self._window_gauges = {
             "running": gauge("running_windows", "Audio windows being decoded"),
             "waiting": gauge("waiting_recordings", "Recordings that wait for a row"),

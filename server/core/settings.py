@@ -222,6 +222,9 @@ class Settings:
         200.0, "maximum size of an audio upload, in MB; beyond it 413", minimum=0.000001
     )
     max_audio_s: float = setting(7200.0, "maximum length of a recording, in seconds", minimum=0.03)
+    voices_dir: str = setting(
+        "none", "folder with a speaker embedding NAME.npy for each voice of text-to-audio models"
+    )
     drain_delay_s: float = setting(
         0.0,
         "time after SIGTERM in which /ready is 503 and requests are still accepted, in seconds",

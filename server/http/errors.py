@@ -46,6 +46,7 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
     "RERANK_MODEL or EMBEDDING_MODEL": ["/v1/score", "/score"],
     "CHAT_MODEL, EMBEDDING_MODEL or RERANK_MODEL": ["/tokenize", "/detokenize", "/decode"],
     "PIPELINE_TASK=text-classification": ["/predict"],
+    "PIPELINE_TASK=text-to-audio": ["/v1/audio/speech"],
     "TRANSCRIPTION_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
 }
 SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
@@ -57,7 +58,6 @@ PATHS_BY_REPLACEMENT: Mapping[str, Sequence[str]] = {
     "POST /v1/embeddings": ["/api/embed", "/api/embeddings", "/embedding"],
     "POST /tokenize: give the client the folder of the tokenizer": ["/tokenizer_info"],
     "GET /models": ["/api/ps", "/api/show", "/api/tags", "/info", "/props", "/slots"],
-    "POST / with PIPELINE_TASK=text-to-audio": ["/v1/audio/speech"],
     "POST / with PIPELINE_TASK=text-classification": ["/classify", "/v1/moderations"],
     "another server: no images are generated here": ["/sdapi", "/v1/images"],
 }

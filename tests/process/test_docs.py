@@ -18,6 +18,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from tests import tiny
+from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.process.test_start import started
 from tests.serving import wait_until
 
@@ -52,11 +54,12 @@ def named(blocks: list[Block]) -> list[object]:
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Run the documented start command; yield the port of the server."""
+    """Run the documented start command, with a model that speaks; yield the port of the server."""
     command = ["./scripts/serve", "demo", "--transcription-model", "demo"]
     assert any(" ".join(command) in block.text for block in BLOCKS if not block.runs)
     batch_dir = str(tmp_path_factory.mktemp("batches"))
-    with started([*command, "--port", "0"], BATCH_DIR=batch_dir) as (_, port):
+    more = ["--pipeline-model", f"demo,tts={tiny.folder('vits')}", "--port", "0"]
+    with started([*command, *more], BATCH_DIR=batch_dir) as (_, port):
         wait_until(lambda: httpx.get(f"http://localhost:{port}/ready").status_code == 200)
         yield port
 

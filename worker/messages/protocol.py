@@ -118,6 +118,7 @@ class ModelInfo:
     why: str = ""  # why not packed
     mask: str = ""  # the mask token of fill-mask
     pooling: str = ""  # of an embedder
+    voices: Sequence[str] = ()  # of a speech model, the default first; empty where it has one
     labels: Mapping[int, str] = field(default_factory=dict)  # of a text classifier, as the next
     max_length: int = 0  # tokens
     has_chat_template: bool = True  # of a language model; a base model may have none

@@ -9,7 +9,7 @@ ids and lengths are checked by the model's `prepare`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -246,7 +246,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     def check(self, document: Document) -> None:
         """Raise InvalidInput for errors beyond the fields' types; `document` is the body."""
-        self._refuse_unimplemented(document)
+        refuse_unimplemented(document, self.unimplemented)
         if self.stream_options is not None and not self.stream:
             raise InvalidInput.at("stream_options", "requires stream: true")
         if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
@@ -258,17 +258,6 @@ class GenerationRequest(Struct, kw_only=True):
             max_tokens = self.default_tokens
         if self.min_tokens and max_tokens is not None and self.min_tokens > max_tokens:
             raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
-
-    def _refuse_unimplemented(self, document: Document) -> None:
-        """Raise InvalidInput for a parameter that is not implemented."""
-        for path, accepted in self.unimplemented.items():
-            value: Any = document
-            for key in path.split("."):
-                value = None if value is None else value.get(key)
-            # Types are compared as well: False == 0.
-            if value is not None and (type(value), value) not in [(type(x), x) for x in accepted]:
-                use = f"use {REPLACEMENTS[path]}" if path in REPLACEMENTS else "leave it out"
-                raise InvalidInput.at(path, f"is not implemented, {use}")
 
     def config(self) -> Document:
         """Return the fields of the `generation_config`. Raises InvalidInput."""
@@ -416,6 +405,18 @@ def decode(
         unknown = request.config().keys() - CONFIG_FIELDS
         ignore_fields((f"generation_config.{name}" for name in unknown), scope)
     return request
+
+
+def refuse_unimplemented(document: Document, names: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise InvalidInput for a parameter that is not implemented. `names`: with accepted values."""
+    for path, accepted in names.items():
+        value: Any = document
+        for key in path.split("."):
+            value = None if value is None else value.get(key)
+        # Types are compared as well: False == 0.
+        if value is not None and (type(value), value) not in [(type(x), x) for x in accepted]:
+            use = f"use {REPLACEMENTS[path]}" if path in REPLACEMENTS else "leave it out"
+            raise InvalidInput.at(path, f"is not implemented, {use}")
 
 
 def limit_lists(document: Document, kind: Any, max_entries: int | None) -> None:

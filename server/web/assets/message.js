@@ -6,6 +6,7 @@ import { announce, button, copyButton, element, failure, seconds, stopwatch } fr
 import { exchange } from "./exchange.js";
 import { fileNameOf } from "./files.js";
 import { MarkdownView } from "./markdown.js";
+import { speakButton } from "./speak.js";
 
 export function userMessage({ content }, edit) {
   const text = textOf(content);
@@ -36,6 +37,7 @@ export class AssistantMessage {
     this.waiting = stopwatch("Waiting for the first token");
     this.note = element("p", { class: "note" });
     this.actions = element("div", { class: "actions", hidden: true }, copyButton(() => this.message.content),
+      speakButton(() => this.message.content, () => this.actions),
       button("Regenerate", regenerate, { class: "quiet regenerate" }));
     this.element = element("article", { class: "assistant", "aria-label": "Answer" },
       this.details, this.content, this.calls, this.waiting, this.note, this.actions);

@@ -1,13 +1,14 @@
 // The page's entry point: a tab for each served model, and the server's state.
 //
-//   page.js → chat.js → composer.js, message.js → markdown.js, conversations.js → store.js
-//           → pipeline.js → results.js, texts.js, speech.js, live.js
+//   page.js → chat.js → composer.js, message.js → markdown.js, speak.js, conversations.js → store.js
+//           → pipeline.js → results.js, speak.js, texts.js, speech.js, live.js
 //   all of them use api.js (requests, the key), exchange.js (inspect a request), files.js and dom.js
 
 import { call, showForgetKey } from "./api.js";
 import { element, find } from "./dom.js";
 import { startChat } from "./chat.js";
 import { startPipeline } from "./pipeline.js";
+import { chooseSpeaker } from "./speak.js";
 import { startSpeech } from "./speech.js";
 import { startEmbeddings, startRerank } from "./texts.js";
 import { startLive } from "./live.js";
@@ -50,6 +51,7 @@ async function start() {
 async function startSections(ready) {
   const served = SECTIONS.filter(section => ready[section.ready]);
   const models = await listModels();
+  chooseSpeaker(models);
   for (const { id, serves, start } of served) {
     addTab(id);
     start(find(`#${id}`), ready, models.filter(model => model.serves === serves));

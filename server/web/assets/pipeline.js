@@ -5,6 +5,7 @@ import { chooseModel, find, setUpSettings, setUpText, showOnSubmit } from "./dom
 import { ask, json, parseJson } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
+import { speak, TASK } from "./speak.js";
 
 const FILE = "$FILE"; // placeholder in an example: the dropped image
 
@@ -46,6 +47,7 @@ function setUp(section, pipeline, examples) {
   if (field && !parts.objects && !parts.labels) field.onFile = () => form.requestSubmit();
   showOnSubmit(section, async () => {
     const request = await readForm(form, parts, pipeline, field);
+    if (task === TASK) return speak(pipeline.id, request.body.inputs, request.body.parameters);
     const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
     return ask(request, result => results(result, input));
   });

@@ -35,8 +35,12 @@ MAX_WHISPER_PROMPT_TOKENS = 4  # start, language, task, no timestamps
 
 def context_limit(pipe: Pipe) -> int:
     """Return the most tokens that the model accepts, special tokens included."""
-    config = pipe.model.config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None), UNLIMITED]
+    try:
+        config = pipe.model.config.get_text_config()
+    except ValueError:  # there are several
+        config = pipe.model.config.get_text_config(encoder=True)
+    names = "max_position_embeddings", "max_text_positions"
+    limits = [UNLIMITED, *(getattr(config, name, None) for name in names)]
     if pipe.tokenizer is not None:
         limits.append(pipe.tokenizer.model_max_length)
     for name, module in pipe.model.named_modules():

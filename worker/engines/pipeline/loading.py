@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, pipeline
+from transformers import (
+    AutoConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SpeechT5HifiGan,
+    pipeline,
+)
 
 from worker.backends.cpu.linear import pack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype
@@ -34,6 +41,7 @@ from worker.engines.pipeline.packed_attention import (
     use_flash_attention,
 )
 from worker.engines.pipeline.runner import PipelineRunner, split_output
+from worker.engines.pipeline.synthesis import SynthesisRunner, find_voices
 from worker.error_classification import first_line
 from worker.load_context import add_memory, on_worker
 from worker.media.decode_limiter import DecodeLimiter
@@ -60,8 +68,8 @@ from worker.model.loading import (
     record_missing_weights,
 )
 from worker.model.long_context import factors_change
-from worker.task_detection import DEMO_TASK, task_hint, tasks_of
-from worker.tasks import TASKS
+from worker.task_detection import CONFIG, DEMO_TASK, task_hint, tasks_of
+from worker.tasks import SPEECH_TASK, TASKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,7 @@ class PipelineOptions(ModelOptions):
     compile: str = "auto"  # auto, on, off
     sampling_defaults: str = "{}"  # JSON, for text-generation
     max_image_mp: float = 64.0
+    voices_dir: str = "none"
 
 
 def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
@@ -91,10 +100,13 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
             dtype=choose_dtype(options.dtype, path, device),
             trust_remote_code=False,  # if unset, transformers prompts on a terminal
             model_kwargs={"use_safetensors": True, **attention_keywords(options.attention)},
+            **(own_vocoder(path) if task == SPEECH_TASK else {}),
         )
         if TASKS[task].kind == "text" and pipe.tokenizer is not None:
             check_tokenizer(pipe.tokenizer)
     pipe.model.eval()
+    if vocoder := getattr(pipe, "vocoder", None):
+        vocoder.to(pipe.device, pipe.dtype).eval()
     drop_int4_grids(pipe.model)
     add_memory(Weights(pipe.model))
     config: Any = getattr(pipe.model, "generation_config", None)
@@ -103,6 +115,15 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     if task == "text-generation":
         fill_sampling_defaults(pipe.model.generation_config, options.sampling_defaults)
     return pipe, lacking.get(id(pipe.model), {})
+
+
+def own_vocoder(path: str) -> dict[str, Any]:
+    """Return the vocoder that lies in a checkpoint's folder `vocoder`, as an argument of the
+    pipeline. By default the pipeline loads one from the hub for a model that makes spectrograms."""
+    folder = Path(path) / "vocoder"
+    if not (folder / CONFIG).is_file():
+        return {}
+    return {"vocoder": SpeechT5HifiGan.from_pretrained(folder, use_safetensors=True)}
 
 
 def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
@@ -146,6 +167,10 @@ def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineR
         config: Any = pipe.model.config
         info = replace(info, labels=config.id2label, max_length=context_limit(pipe))
     limiter = DecodeLimiter(int(options.max_image_mp * 1e6))
+    if task == SPEECH_TASK:
+        return new_synthesis_runner(
+            SynthesisRunner(pipe, info, packing, limiter, max_rows), options
+        )
     runner = PipelineRunner(pipe, info, packing, limiter, max_rows)
     warm_up = partial(on_worker, runner.warm_up)
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
@@ -154,6 +179,22 @@ def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineR
     use_flash_attention(pipe.model, packing, warm_up)
     if packing and is_worth_compiling(options.compile, info.parameters):
         start_native_kernels(pipe.model, packing, warm_up, options.compile)
+    return runner
+
+
+def new_synthesis_runner(runner: SynthesisRunner, options: PipelineOptions) -> SynthesisRunner:
+    """Return the runner with its voices. Raises LoadingFailed if the model does not run so."""
+    pipe = runner.pipe
+    runner.voices = find_voices(pipe, options.voices_dir)
+    runner.info = replace(runner.info, voices=tuple(runner.voices))
+    try:
+        if pipe.sampling_rate is None:
+            raise ValueError("its config.json has no sampling_rate")
+        on_worker(runner.warm_up)
+    except Exception as error:  # of the model's own class
+        raise LoadingFailed(
+            f"the model {options.model!r} does not speak: {first_line(error)}"
+        ) from error
     return runner
 
 

@@ -165,12 +165,7 @@ class PipelineRunner:
     def _make_chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> PreparedInput:
         truncation = parameters.get("truncation")
         if not self.task.stages:
-            # the pipeline passes these on to its tokenizer
-            tokenizing_options = {} if truncation is None else {"truncation": truncation}
-            if truncation and self.limit < min(limits.UNLIMITED, pipe.tokenizer.model_max_length):
-                tokenizing_options["max_length"] = self.limit
-            options = {"preprocess_params": tokenizing_options} if tokenizing_options else {}
-            return PreparedInput([inputs], options, {})
+            return PreparedInput([inputs], {}, {})
         # merged per stage as the pipeline's own __call__ does
         defaults = (pipe._preprocess_params, pipe._forward_params, pipe._postprocess_params)
         own = {name: value for name, value in parameters.items() if name != "truncation"}
@@ -323,8 +318,10 @@ class PipelineRunner:
 
 
 def copy_pipeline(pipe: Pipe) -> Pipe:
-    """Copy a pipeline, all but its model, which the copy shares."""
-    return copy.deepcopy(pipe, {id(pipe.model): pipe.model})
+    """Copy a pipeline, all but its model, vocoder and codec, which the copy shares."""
+    codec = getattr(pipe.processor, "audio_tokenizer", None)
+    shared = pipe.model, getattr(pipe, "vocoder", None), codec
+    return copy.deepcopy(pipe, {id(module): module for module in shared})
 
 
 # ── `parameters.truncation`, also where a pipeline sets none ──

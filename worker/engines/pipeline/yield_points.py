@@ -8,7 +8,7 @@ stop a stream of another model for little longer than that. The results do not c
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class YieldPoints:
         self._turn_started = 0.0
         self._started = 0.0  # of the step, in time without the steps of other models
         self.first_forward_s = 0.0  # of the last step, without the steps of other models
+        # entered while other models run
+        self.outside: Callable[[], AbstractContextManager[object]] = nullcontext
         for inner in innermost_models(model):
             inner.register_forward_pre_hook(self._before_forward)
         stacks = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -81,7 +83,7 @@ class YieldPoints:
     def _run_others(self, others: OtherModels) -> None:
         self._others = None
         try:
-            with torch.inference_mode(False):  # as outside of the step
+            with torch.inference_mode(False), self.outside():  # as outside of the step
                 others.run_steps()
         finally:
             self._others = others

@@ -1,0 +1,262 @@
+"""Models that speak: the library's own audio for the same seed, or a refusal with its reason."""
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from tests import tiny, tiny_speech
+from tests.tiny import folder, hf, saved
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
+from worker.engines.pipeline.synthesis import RandomState, SynthesisRunner
+from worker.messages.protocol import CUT, PipelineInput
+from worker.messages.synthesis import SpeechInput
+from worker.model.loading import LoadingFailed
+
+TEXT = "the film was wonderful"
+# The voices that each model has with two embeddings in VOICES_DIR.
+VOICES: dict[str, tuple[str, ...]] = {
+    "vits": (),
+    "vits-noisy": ("0", "1", "2"),
+    "speecht5": ("ann", "bob"),
+    "bark": (),
+    "musicgen": (),
+    "csm": (),
+    "fastspeech2-rated": ("0", "1"),
+}
+
+
+def rated_fastspeech2() -> list[Any]:
+    """With the sampling rate, which the library's configuration lacks."""
+    model, tokenizer = tiny.BUILDERS["fastspeech2"]()
+    model.config.sampling_rate = 16_000
+    return [model, tokenizer]
+
+
+tiny.BUILDERS["fastspeech2-rated"] = rated_fastspeech2
+
+
+@pytest.fixture(scope="session")
+def voices(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_speech.write_voices(tmp_path_factory.mktemp("voices"), "ann", "bob")
+
+
+@cache
+def runner(path: Path, voices: str) -> SynthesisRunner:
+    options = PipelineOptions(
+        str(path), device="cpu", dtype="float32", task="text-to-audio", voices_dir=voices
+    )
+    loaded = load_runner(options, 8)
+    assert isinstance(loaded, SynthesisRunner)
+    return loaded
+
+
+def speak(run: SynthesisRunner, text: str = TEXT, **parameters: Any) -> np.ndarray:
+    """Return the raw audio of a sentence."""
+    item: Any = WorkItem(SpeechInput(text, parameters), float("inf"), 0.0)
+    run.prepare(item)
+    while (output := run.forward([item.prepared])[0]) is CUT:
+        pass
+    audio = np.asarray(output[0]["audio"])
+    spoken = run.finish(item, output)
+    assert spoken.rate == run.pipe.sampling_rate
+    clipped = np.nan_to_num(audio).clip(-1, 1)
+    assert np.abs(spoken.samples / 32767 - clipped).max() < 1 / 32767
+    assert spoken.tokens > 1
+    return audio
+
+
+def by_library(run: SynthesisRunner, seed: int, **arguments: Any) -> np.ndarray:
+    """Return the audio of the library's pipeline."""
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        return np.asarray(run.pipe(TEXT, **arguments)["audio"])
+
+
+@pytest.mark.parametrize("name", VOICES)
+def test_speech_is_that_of_the_library(name: str, voices: str) -> None:
+    run = runner(folder(name), voices)
+    assert run.info.voices == VOICES[name]
+    assert run.info.task == "text-to-audio"
+    for voice in VOICES[name] or [None]:
+        given = {"voice": voice} if voice else {}
+        forward = dict(run.voices[voice].forward) if voice else {}
+        expected = by_library(run, 7, forward_params=forward)
+        state = torch.get_rng_state()
+        np.testing.assert_array_equal(speak(run, seed=7, **given), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+    default = VOICES[name][:1]
+    again = speak(run, seed=7, **({"voice": default[0]} if default else {}))
+    np.testing.assert_array_equal(speak(run, seed=7), again)
+
+
+@pytest.mark.parametrize("name", ["vits-noisy", "speecht5", "bark", "musicgen"])
+def test_models_that_sample_follow_the_seed(name: str, voices: str) -> None:
+    run = runner(folder(name), voices)
+    one, other = speak(run, seed=1), speak(run, seed=2)
+    assert one.shape != other.shape or not np.array_equal(one, other)
+    np.testing.assert_array_equal(speak(run, seed=1), one)
+    unseeded = speak(run)
+    assert one.shape != unseeded.shape or not np.array_equal(one, unseeded)
+
+
+def test_a_waveform_is_taken_that_is_not_the_first_output(voices: str) -> None:
+    """The library's pipeline takes the spectrogram of this model."""
+    run = runner(folder("fastspeech2-rated"), voices)
+    inputs = run.pipe.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        spectrogram = run.pipe.model.model(inputs, speaker_ids=torch.tensor([1])).spectrogram
+        expected = run.pipe.model.vocoder(spectrogram)
+    np.testing.assert_array_equal(speak(run, voice="1"), expected.numpy().squeeze())
+
+
+def test_voices_differ(voices: str) -> None:
+    for name in ("vits-noisy", "speecht5"):
+        run = runner(folder(name), voices)
+        first, second = (speak(run, seed=1, voice=voice) for voice in VOICES[name][:2])
+        assert first.shape != second.shape or not np.array_equal(first, second)
+
+
+def test_speed_is_the_models_own_rate(voices: str) -> None:
+    run = runner(folder("vits"), voices)
+    run.pipe.model.speaking_rate = 0.5
+    expected = by_library(run, 0)
+    run.pipe.model.speaking_rate = 1.0
+    np.testing.assert_array_equal(speak(run, speed=0.5), expected)
+    assert run.pipe.model.speaking_rate == 1.0
+    assert len(expected) > len(speak(run, speed=2.0))
+    with pytest.raises(InvalidInput, match="speed is 2; the model speaks at speed 1 only"):
+        speak(runner(folder("speecht5"), voices), speed=2.0)
+
+
+def test_other_models_draw_from_their_own_numbers_at_yield_points(voices: str) -> None:
+    """Their steps run within the forward pass, on the same thread."""
+    run = runner(folder("vits-noisy"), voices)
+    expected = speak(run, seed=3)
+    drawn: list[torch.Tensor] = []
+
+    class Others:
+        busy, max_turn_s, total_s = True, 0.2, 0.0
+
+        def run_steps(self) -> None:
+            drawn.append(torch.rand(4))
+
+        def wake(self) -> None: ...
+
+    torch.manual_seed(0)
+    numbers = torch.rand(400)
+    torch.manual_seed(0)
+    run.others, run._yield_points._clock = Others(), iter(range(10**9)).__next__
+    try:
+        np.testing.assert_array_equal(speak(run, seed=3), expected)
+    finally:
+        del run.others
+    assert len(drawn) > 2
+    assert torch.equal(torch.cat(drawn), numbers[: 4 * len(drawn)])
+
+
+def test_a_random_state_is_that_of_its_seed() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3), torch.randn(2)
+    torch.manual_seed(1)
+    outer = torch.rand(2)
+    torch.manual_seed(1)
+    state = RandomState(5, torch.device("cpu"))
+    with state.exchanged():
+        first = torch.rand(3)
+        with state.exchanged():
+            before = torch.rand(1)
+        second = torch.randn(2)
+    assert torch.equal(first, expected[0])
+    assert torch.equal(second, expected[1])
+    assert torch.equal(torch.cat([before, torch.rand(1)]), outer)
+
+
+def test_a_preset_of_the_processor_is_a_voice(voices: str) -> None:
+    path = folder("bark").with_name("bark-voices")
+    rng = np.random.default_rng(0)
+    shapes = {"semantic_prompt": (6,), "coarse_prompt": (2, 9), "fine_prompt": (8, 9)}
+    presets: dict[str, Any] = {"repo_or_path": str(path)}
+    saved(path.name, tiny.BUILDERS["bark"]())
+    for name in ("en_one", "en_two"):
+        presets[name] = {key: f"{name}_{key}.npy" for key in shapes}
+        for key, shape in shapes.items():
+            np.save(path / f"{name}_{key}.npy", rng.integers(0, 900, shape))
+    tiny_speech.JsonFile("speaker_embeddings_path.json", presets).save_pretrained(path)
+    run = runner(path, voices)
+    assert run.info.voices == ("en_one", "en_two")
+    expected = by_library(run, 2, preprocess_params={"voice_preset": "en_two"})
+    np.testing.assert_array_equal(speak(run, seed=2, voice="en_two"), expected)
+    assert not np.array_equal(speak(run, seed=2), expected)
+
+
+@pytest.mark.parametrize("voice", ["../ann", "/etc/passwd", "ann.npy", "repo_or_path", "", "\0"])
+def test_an_unknown_voice_is_refused(voice: str, voices: str) -> None:
+    with pytest.raises(InvalidInput, match=r"^voice must be one of ann, bob, not") as caught:
+        speak(runner(folder("speecht5"), voices), voice=voice)
+    assert caught.value.param == "voice"
+    item: Any = WorkItem(PipelineInput(TEXT, {"voice": "x"}), float("inf"), 0.0)
+    with pytest.raises(InvalidInput, match=r"^voice must be one of") as caught:
+        runner(folder("speecht5"), voices).prepare(item)
+    assert caught.value.param == "parameters.voice"
+
+
+def test_files_that_are_no_embedding_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_speech.write_voices(tmp_path, "ann")
+    np.save(tmp_path / "long.npy", np.zeros(9, np.float32))
+    np.save(
+        tmp_path / "objects.npy",
+        np.array([0.5] * tiny_speech.EMBEDDING_SIZE, object),
+        allow_pickle=True,
+    )
+    np.save(tmp_path / "words.npy", np.array(["a"] * tiny_speech.EMBEDDING_SIZE))
+    np.save(tmp_path / "large.npy", np.zeros(1 << 20, np.float32))
+    (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY")
+    (tmp_path / "other.txt").write_text("hello")
+    with caplog.at_level(logging.WARNING, "onequeue.speech"):
+        assert runner(folder("speecht5"), str(tmp_path)).info.voices == ("ann",)
+    assert sum("voice left out" in record.message for record in caplog.records) == 5
+
+
+def refused(path: Path, voices: str) -> str:
+    with pytest.raises(LoadingFailed) as caught:
+        runner(path, voices)
+    return str(caught.value)
+
+
+def test_models_that_do_not_run_are_refused_at_load(voices: str) -> None:
+    assert "speaker_embeddings` must be specified" in refused(folder("speecht5"), "none")
+    assert "has no sampling_rate" in refused(folder("fastspeech2"), voices)
+
+
+def test_a_model_that_needs_a_language_is_refused_at_load(voices: str) -> None:
+    tokenizer = llama_tokenizer()
+    config = hf.SeamlessM4TConfig(
+        vocab_size=len(tokenizer), t2u_vocab_size=40, hidden_size=16, unit_hifi_gan_vocab_size=40,
+        encoder_layers=1, decoder_layers=1, t2u_encoder_layers=1, t2u_decoder_layers=1,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, t2u_encoder_ffn_dim=16, t2u_decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, t2u_encoder_attention_heads=2,
+        t2u_decoder_attention_heads=2, upsample_initial_channel=16, upsample_rates=[4],
+        upsample_kernel_sizes=[8], resblock_kernel_sizes=[3], resblock_dilation_sizes=[[1]],
+        unit_embed_dim=8, lang_embed_dim=8, spkr_embed_dim=8,
+    )  # fmt: skip
+    path = saved("seamless", [hf.SeamlessM4TForTextToSpeech(config), tokenizer])
+    assert "tgt_lang" in refused(path, voices)
+
+
+def test_the_forward_of_a_cancelled_sentence_ends_at_a_yield_point(voices: str) -> None:
+    run = runner(folder("speecht5"), voices)
+    item: Any = WorkItem(SpeechInput(TEXT, {"seed": 1}), float("inf"), 0.0)
+    run.prepare(item)
+    item.prepared.future = cancelled = type("Future", (), {"done": lambda self: True})()
+    assert cancelled.done()
+    assert run.forward([item.prepared]) == [None]

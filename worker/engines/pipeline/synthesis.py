@@ -1,0 +1,205 @@
+"""The runner of models that speak: text-to-audio, at `POST /` and `/v1/audio/speech`.
+
+    prepare (pool): tokenize → forward (worker): model, vocoder or codec → finish (pool): int16
+
+An item is one sentence. What a model takes is read from it: its speakers, a voice's embedding, the
+presets of its processor, a rate of speech. The random numbers of an item with a seed are its own,
+also where other models run at a yield point of its forward pass.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from batching.errors import InvalidInput
+from worker.engines.pipeline import limits
+from worker.engines.pipeline.runner import (
+    ModelInputs,
+    PipelineItem,
+    PipelineRunner,
+    PreparedInput,
+    check_tokens,
+)
+from worker.error_classification import first_line
+from worker.media.inputs import to_json
+from worker.messages.synthesis import DEFAULT_VOICE, SpeechInput, SpokenAudio
+from worker.model.loading import Pipe
+
+log = logging.getLogger("onequeue.speech")
+
+# Arguments of a forward pass or `generate`.
+SPEAKERS = ("speaker_id", "speaker_ids")
+EMBEDDING_SIZES = {  # with the setting of the embedding's size
+    "speaker_embeddings": "speaker_embedding_dim",
+    "speaker_embedding": "speaker_embed_dim",
+}
+RATE = "speaking_rate"
+MAX_VOICES = 1000
+MAX_EMBEDDING_BYTES = 1 << 20
+MAX_SAMPLE = 32767
+
+
+class Voice(NamedTuple):
+    preprocess: Mapping[str, Any]  # arguments, as the next
+    forward: Mapping[str, Any]
+
+
+def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
+    """Return the voices of a model by name; none if it takes no choice. `folder`: VOICES_DIR."""
+    presets = getattr(pipe.processor, "available_voice_presets", None) or ()
+    voices = {name: Voice({"voice_preset": name}, {}) for name in sorted(presets)}
+    config = getattr(pipe.model.config, "model_config", pipe.model.config)  # beside a vocoder's
+    for name in arguments(pipe):
+        if name in SPEAKERS and (count := getattr(config, "num_speakers", None) or 1) > 1:
+            voices |= {str(n): Voice({}, {name: torch.tensor([n])}) for n in range(count)}
+        elif folder != "none" and (size := getattr(config, EMBEDDING_SIZES.get(name, ""), None)):
+            for file in sorted(Path(folder).expanduser().glob("*.npy"))[:MAX_VOICES]:
+                try:
+                    voices[file.stem] = Voice({}, {name: read_embedding(file, size, pipe.dtype)})
+                except (OSError, ValueError) as error:
+                    log.warning("voice left out file=%s reason=%s", file, first_line(error))
+    return voices
+
+
+def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments that the pipeline can pass on to the model, by name."""
+    model = pipe.model
+    return inspect.signature(model.generate if model.can_generate() else model.forward).parameters
+
+
+def read_embedding(file: Path, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a speaker's embedding [1, size]. Raises OSError and ValueError."""
+    if file.stat().st_size > MAX_EMBEDDING_BYTES:
+        raise ValueError(f"it is larger than {MAX_EMBEDDING_BYTES} bytes")
+    values = np.load(file, allow_pickle=False)
+    if values.size != size:
+        raise ValueError(f"it has {values.size} numbers, the model takes {size}")
+    return torch.from_numpy(values.astype(np.float32).reshape(1, size)).to(dtype)
+
+
+class RandomState:
+    """The state of the random numbers of one item, apart from those of the process."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        devices = {torch.device("cpu"), device}
+        self._states = {d: torch.Generator(d).manual_seed(seed).get_state() for d in devices}
+
+    def _exchange(self) -> None:
+        for device, state in self._states.items():
+            on_cpu = device.type == "cpu"
+            generators: Any = torch.random if on_cpu else torch.get_device_module(device)
+            where = () if on_cpu else (device,)
+            self._states[device] = generators.get_rng_state(*where)
+            generators.set_rng_state(state, *where)
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Draw from this state inside; within another use of it, from that of the process."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+
+def take_waveform(model: object, inputs: object, output: Any) -> Any:
+    """Return a model's audio alone: the pipeline takes the first output, which may be another."""
+    return (output["waveform"],) if "waveform" in output else output
+
+
+@dataclass(slots=True)
+class PreparedSpeech(PreparedInput):
+    seed: int | None = None
+
+
+class SynthesisRunner(PipelineRunner):
+    """Runs sentences one by one. `voices`: by name, the default first."""
+
+    voices: Mapping[str, Voice]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipe.vocoder is None and not self.pipe.model.can_generate():
+            self.pipe.model.register_forward_hook(take_waveform)
+
+    # ── pool threads ──
+
+    def prepare(self, item: PipelineItem) -> None:
+        try:
+            super().prepare(item)
+        except InvalidInput as error:
+            if isinstance(item.payload, SpeechInput) and error.param:
+                error.param = error.param.removeprefix("parameters.").replace("inputs", "input")
+            raise
+        [row] = item.prepared.chunks
+        if (mask := row.get("attention_mask")) is not None:  # some processors pad
+            item.tokens = int(mask.sum())
+
+    def _make_chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> PreparedInput:
+        options: dict[str, Any] = {}
+        if (truncation := parameters.get("truncation")) is not None:
+            options["truncation"] = truncation
+            if truncation and self.limit < min(limits.UNLIMITED, pipe.tokenizer.model_max_length):
+                options["max_length"] = self.limit
+        voice = self._voice(parameters.get("voice", DEFAULT_VOICE))
+        forward = {**voice.forward}
+        if (speed := parameters.get("speed", 1)) != 1:
+            if RATE not in arguments(pipe):
+                reason = f"speed is {speed:g}; the model speaks at speed 1 only"
+                raise InvalidInput(reason, "parameters.speed")
+            forward[RATE] = speed * pipe.model.speaking_rate
+        chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
+        stages = {"forward_params": forward, "generate_kwargs": {}}
+        prepared = PreparedSpeech(chunks, stages, {}, seed=parameters.get("seed"))
+        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, limits.TRUNCATION_HINT)
+        return prepared
+
+    def _voice(self, name: str) -> Voice:
+        """Return a voice; the default for any name where the model has one voice only."""
+        if name in self.voices:
+            return self.voices[name]
+        if self.voices and name != DEFAULT_VOICE:
+            known = ", ".join(self.voices)
+            raise InvalidInput(
+                f"voice must be one of {known}, not {name[:50]!r}", "parameters.voice"
+            )
+        return next(iter(self.voices.values()), Voice({}, {}))
+
+    def finish(self, item: PipelineItem, raw: Any) -> Any:
+        [output] = raw
+        if not isinstance(item.payload, SpeechInput):
+            return to_json(output)
+        audio = np.nan_to_num(np.asarray(output["audio"], np.float32))
+        if audio.ndim > 1:  # channels come first
+            audio = audio.mean(0)
+        samples = np.rint(audio.clip(-1, 1) * MAX_SAMPLE).astype(np.int16)
+        return SpokenAudio(samples, int(output["sampling_rate"]), item.tokens)
+
+    # ── the worker's thread ──
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        [item] = prepared
+        if item.seed is None:
+            return super().forward(prepared)
+        random = RandomState(item.seed, self.pipe.device)
+        self._yield_points.outside = random.exchanged
+        try:
+            with random.exchanged():
+                return super().forward(prepared)
+        finally:
+            self._yield_points.outside = nullcontext
+
+    def _forward_rows(
+        self, rows: list[ModelInputs], parameters: dict[str, Any], masks: list[list[int]] | None
+    ) -> list[Any]:
+        """Return the audio of one sentence. A codec, which is a part of the pipeline's
+        postprocessing, runs here too."""
+        [row] = rows
+        return [self.pipe.postprocess(self.pipe.forward(row, **parameters))]
