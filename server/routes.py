@@ -25,9 +25,9 @@ from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
 from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
-from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
+from server.apis.openai.media import MediaLoader
 from server.apis.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
 from server.apis.openai.responses.conversations import Conversations
 from server.apis.openai.responses.endpoint import Responses
@@ -77,7 +77,7 @@ def make_routes(
         adapters.add_configured()
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
-        shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
+        shared = settings, worker_client, chat, MediaLoader(worker_client, fetcher)
         store = open_store(settings)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)

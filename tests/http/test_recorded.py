@@ -13,7 +13,7 @@ import threading
 import wave
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -340,7 +340,7 @@ class FakeReranker:
 
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
     max_model_len = 512
-    no_images_reason = "none"
+    refused_media: ClassVar = {"image": "none"}
 
     @property
     def text_model(self) -> Any:

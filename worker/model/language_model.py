@@ -99,7 +99,7 @@ class GeneratorOptions(ModelOptions):
 class LanguageModel:
     """A loaded model and its tokenizer.
 
-    `folder`: the checkpoint's path, or its name on a hub. `is_multimodal`: it takes images.
+    `folder`: the checkpoint's path, or its name on a hub. `is_multimodal`: it takes media.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LanguageModel:
         self.decision_config = DecisionConfig()
         self.reasoning = "auto"  # of GeneratorOptions, as the next
         self.default_seed: int | None = None
-        self.no_images_reason = TEXT_ONLY  # reason for refusing images, if they are refused
+        self.refused_media = TEXT_ONLY  # why media are refused, by kind
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Protocol
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import ImageUrl, image_input
+from server.apis.openai.media import ImageUrl, image_input
 from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
-from worker.messages.generation import INPUT, MAX_IMAGES, Chat, ImageInput
+from worker.messages.generation import INPUT, MAX_MEDIA, Chat, MediaInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
@@ -67,7 +67,7 @@ class ContentPart(TextPart):
     image_url: ImageUrl | str | None = None
     thinking: str | None = None
 
-    def image_input(self, path: str) -> ImageInput:
+    def image_input(self, path: str) -> MediaInput:
         image: ImageUrl | str | None = self.image_url
         if isinstance(image, str):
             return image_input(image, None, f"{path}.{IMAGE}")
@@ -113,10 +113,10 @@ class Message(Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for reasoning_content
 
-    def to_template(self, path: str) -> tuple[Document, list[ImageInput]]:
+    def to_template(self, path: str) -> tuple[Document, list[MediaInput]]:
         """Return the message in the chat template's form, and its images. `path` is for errors."""
         content: str | list[Document] | None = None
-        images: list[ImageInput] = []
+        images: list[MediaInput] = []
         thoughts = ""
         if isinstance(self.content, list) and self.content:
             content, images, thoughts = self._parts(self.content, path)
@@ -146,11 +146,11 @@ class Message(Struct):
 
     def _parts(
         self, parts: list[ContentPart], path: str
-    ) -> tuple[str | list[Document], list[ImageInput], str]:
+    ) -> tuple[str | list[Document], list[MediaInput], str]:
         """Return the content as text, or as parts if there are images; the images; the thoughts of
         an assistant."""
         documents: list[Document] = []
-        images: list[ImageInput] = []
+        images: list[MediaInput] = []
         thoughts: list[str] = []
         for n, part in enumerate(parts):
             part_path = f"{path}.content[{n}]"
@@ -203,7 +203,7 @@ def conversation(
         not options.continue_final_message if add_prompt is None else add_prompt,
         bool(options.continue_final_message),
         effort,
-        images=images,
+        media=images,
         documents=tuple(context or ()),
         template=template,
     )
@@ -211,14 +211,14 @@ def conversation(
 
 def to_template_messages(
     messages: Iterable[tuple[str, Message]],
-) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
+) -> tuple[tuple[Document, ...], tuple[MediaInput, ...]]:
     """Return messages in the chat template's form, and their images. A message has its path."""
     documents: list[Document] = []
-    images: list[ImageInput] = []
+    images: list[MediaInput] = []
     for path, message in messages:
         document, message_images = message.to_template(path)
         documents.append(document)
         images += message_images
-        if len(images) > MAX_IMAGES:
-            raise InvalidInput.at(path, f"a request takes at most {MAX_IMAGES} images")
+        if len(images) > MAX_MEDIA:
+            raise InvalidInput.at(path, f"a request takes at most {MAX_MEDIA} images")
     return tuple(documents), tuple(images)

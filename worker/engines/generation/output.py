@@ -43,7 +43,7 @@ class PreparedPrompt:
     # at the start of a response; None: all of its text is content
     parser: OutputParser | None = None
     constraints: "OutputConstraints | None" = None
-    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no images
+    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no media
     history_len: int = 0  # leading tokens that the conversation's next prompt repeats; 0: unknown
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import Detail, ImageUrl
+from server.apis.openai.media import Detail, ImageUrl
 from server.apis.openai.messages import (
     CalledFunction,
     ContentPart,
