@@ -13,7 +13,7 @@ import threading
 import wave
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +23,7 @@ from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.serving import Server, serving, wait_until
+from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import ModelInfo, StepOutcome
 from worker.messages.scoring import ScoringOutput
 
@@ -340,7 +341,7 @@ class FakeReranker:
 
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
     max_model_len = 512
-    refused_media: ClassVar = {"image": "none"}
+    refused_media = TEXT_ONLY
 
     @property
     def text_model(self) -> Any:
