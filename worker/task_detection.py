@@ -120,6 +120,8 @@ def tasks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
                 return (task,) if task else ()
         if name.endswith("ForConditionalGeneration") and "vision_config" in config:
             return ("image-text-to-text",)
+        if name.endswith("ForConditionalGeneration") and "text_config" in config:
+            return ("audio-text-to-text",)
         if name.endswith("Model"):
             is_vision = "num_channels" in config and "vocab_size" not in config
             return ("image-feature-extraction" if is_vision else "feature-extraction",)

@@ -7,6 +7,7 @@ of these tokens. A `Modality` does not change after loading and is shared by thr
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ PIXEL_PREFIX = "pixel"
 # Outputs of the processor that are not passed on: ids are a field of their own, labels are for
 # training.
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
+WINDOW_S = 30  # of most feature extractors
 PLAIN_TEXT = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
 
 Tensors = dict[str, Tensor]
@@ -55,8 +57,8 @@ class Modality:
     """How a processor takes media of one kind.
 
     `token` stands for an item in a text, `token_id` for each row of the encoder's output.
-    `max_items`: of a prompt; None: any number. `output_names`: outputs of the processor that belong
-    to the media, not to the text.
+    `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `output_names`:
+    outputs of the processor that belong to the media, not to the text.
     """
 
     def __init__(self, processor: Any, kind: MediaKind, token_id: int) -> None:
@@ -69,16 +71,22 @@ class Modality:
         self.part = getattr(processor, self.attribute)
         self.sampling_rate: int = getattr(self.part, "sampling_rate", 0)
         accepted = inspect.signature(self.part.__call__).parameters
-        self._returns_tensors = "return_tensors" in accepted or any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
-        )
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+        self._call_options: dict[str, Any] = {}
+        if "return_tensors" in accepted or takes_any:
+            self._call_options["return_tensors"] = "pt"
+        if "sampling_rate" in accepted:
+            self._call_options["sampling_rate"] = self.sampling_rate
         one = self.record(processor, [self.sample()])
         try:
             two, self.max_items = self.record(processor, [self.sample()] * 2), None
         except Exception:  # the processor takes one item of a text
             two, self.max_items = one, 1
-        self._axes = _infer_axes(one.features, two.features) | _infer_axes(one.outputs, two.outputs)
+        self._axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
         tokens = len(token_ids(one.outputs))
+        self.max_seconds, self.tokens_per_second = math.inf, 0.0
+        if kind == "audio":
+            self._measure_limits(processor)
         self.output_names = frozenset(
             name
             for name, value in one.outputs.items()
@@ -92,6 +100,22 @@ class Modality:
             return Image.new("RGB", (64, 64))
         noise = np.random.default_rng(0).normal(0, 0.1, self.sampling_rate)
         return noise.astype(np.float32)
+
+    def _measure_limits(self, processor: Any) -> None:
+        """Find the length from which the processor truncates recordings, and how many tokens a
+        second of sound has, where it is the same for all lengths."""
+        self.max_seconds = getattr(processor, "max_audio_len", math.inf)
+        window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
+        noise = np.random.default_rng(0).normal(0, 0.1, window + self.sampling_rate)
+        noise = noise.astype(np.float32)
+        lengths = window // 2, window, len(noise)
+        calls = [self.record(processor, [noise[:length]]) for length in lengths]
+        counts = [token_ids(call.outputs).count(self.token_id) for call in calls]
+        whole, longer = calls[1].features, calls[2].features
+        if all(np.array_equal(whole[name], longer[name]) for name in whole):
+            self.max_seconds = min(self.max_seconds, window / self.sampling_rate)
+        if counts[0] < counts[1] <= counts[2]:
+            self.tokens_per_second = (counts[1] - counts[0]) / (window / 2 / self.sampling_rate)
 
     def size(self, item: Any) -> int:
         """Return what the processor reads of an item beside its features: a recording's samples."""
@@ -116,8 +140,7 @@ class Modality:
         def process(given: Any, options: Mapping[str, Any]) -> dict[str, Any]:
             # a recording may come in windows
             media = [*items] if self.kind == "image" else given
-            tensors = {"return_tensors": "pt"} if self._returns_tensors else {}
-            calls.append(dict(self.part(media, **{**options, **tensors})))
+            calls.append(dict(self.part(media, **{**options, **self._call_options})))
             return dict(calls[0])  # a copy: some processors remove entries
 
         blanks = [self.blank(self.size(item)) for item in items]

@@ -244,7 +244,7 @@ class Processor:
     def _check_tokens(self, text: str, modality: Modality, count: int) -> None:
         kind, token = modality.kind, modality.token
         if modality.max_items is not None and count > modality.max_items:
-            reason = f"this model takes {modality.max_items} of {PLURALS[kind]}, not {count}"
+            reason = f"this model takes {NOUNS[kind]} in a conversation, not {count}"
             raise InvalidInput(reason, "messages")
         if text.count(token) != count:
             raise InvalidInput(

@@ -1,0 +1,232 @@
+"""Sound in chats gives the output of `generate` on tiny models of several families: alone, beside
+other requests, in chunks, with prefix hits and after preemption."""
+
+import io
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from tests import tiny_audio
+from tests.generating import GREEDY, Driver, Request, Served, serve
+from tests.matrix import matrix
+from tests.multimodal import in_small_chunks
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator, paged_engine
+from worker.messages.generation import Chat, GenerationInput, MediaInput, Stopping
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.language_model import GeneratorOptions, auto_class
+from worker.model.paged_runner import PagedRunner, StateSlots
+from worker.vision.multimodal_prompt import MultimodalPrompt
+
+torch.set_num_threads(1)
+FAMILIES = [*tiny_audio.BUILDERS]
+OUTPUT_TOKENS = 8
+
+
+@cache
+def wav(seed: int, seconds: float = 0.9, rate: int = 16_000) -> bytes:
+    """A recording of noise, whose samples are exact in 16 bits."""
+    samples = np.random.default_rng(seed).integers(-9000, 9000, int(seconds * rate), np.int16)
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
+ONE, OTHER, SHORT = wav(0), wav(1, 1.4), wav(2, 0.4)
+
+
+def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> Request:
+    """A message of texts and recordings."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "audio"}
+        for part in parts
+    ]
+    files = [part for part in parts if isinstance(part, bytes)]
+    media = tuple(MediaInput(file, "auto", "here", kind="audio") for file in files)
+    chat = Chat(({"role": "user", "content": content},), media=media)
+    stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
+    return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
+
+
+@cache
+def loaded(model: str) -> GenerationEngine:
+    path = str(tiny_audio.folder(model))
+    return load_generator(GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01))
+
+
+def engine(model: str, blocks: int = 400) -> GenerationEngine:
+    """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
+    known = loaded(model)
+    assert known.info.batching == "continuous", known.info.why
+    language = known.runner.language
+    room = min(language.context, blocks * BLOCK)
+    runner = PagedRunner(language, blocks, room, 0, StateSlots(32, 32))
+    for stored in (*runner.cache.keys, *runner.cache.values):
+        stored.fill_(float("nan"))
+    return paged_engine(runner, GeneratorOptions(""), known.input_processor.media_preprocessor)
+
+
+@cache
+def reference(model: str) -> tuple[Any, Any]:
+    """The library's own model and processor."""
+    path = tiny_audio.folder(model)
+    config: Any = tiny_audio.hf.AutoConfig.from_pretrained(path)
+    loaded = auto_class(config).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    loaded.generation_config.eos_token_id = None
+    return loaded.eval(), tiny_audio.hf.AutoProcessor.from_pretrained(path)
+
+
+def samples(file: bytes) -> np.ndarray:
+    return soundfile.read(io.BytesIO(file), dtype="float32")[0]
+
+
+def assert_generated(model: str, served: Sequence[Served]) -> None:
+    """The library's processor and `generate` are called with the whole prompt at once."""
+    network, processor = reference(model)
+    for request in served:
+        assert request.choices
+        chat: Any = request.item.payload.prompt
+        text = processor.tokenizer.apply_chat_template(
+            [*chat.messages], tokenize=False, add_generation_prompt=True
+        )
+        recordings = [samples(file.data) for file in chat.media]
+        inputs = processor(
+            text=[text],
+            **({"audio": recordings} if recordings else {}),
+            text_kwargs={"add_special_tokens": False},
+            return_tensors="pt",
+        )
+        assert inputs["input_ids"][0].tolist() == list(request.prompt)
+        for ids in request.ids:
+            output = network.generate(
+                **inputs, do_sample=False, max_new_tokens=len(ids), pad_token_id=2
+            )
+            assert output[0, len(request.prompt) :].tolist() == ids
+
+
+def max_items(model: str) -> int | None:
+    preprocessor = loaded(model).input_processor.media_preprocessor
+    assert preprocessor
+    return preprocessor.processor.modalities["audio"].max_items
+
+
+def questions(model: str) -> list[Request]:
+    """Requests with and without sound; with two recordings in one where the processor takes
+    them."""
+    pair = [ONE] if max_items(model) else [OTHER, " and ", ONE]
+    return [
+        request("No sound here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request("Tell me all that you hear in these two: ", *pair, "now", n=2),
+        request("Nor here."),
+        request(SHORT, "this?"),
+    ]
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2_audio", "audioflamingo3"))
+def test_output_is_the_same_beside_other_requests_and_in_chunks(
+    model: str, tokens: int | None
+) -> None:
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    served, driver = serve(generator, questions(model), seed=1)
+    assert_generated(model, served)
+    assert bool(driver.partial) == bool(tokens)
+
+
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2_audio"))
+def test_prefix_cache_is_shared_by_equal_recordings_only(model: str) -> None:
+    generator = engine(model)
+    question = "What are these sounds, and what are they for? "
+    cached = []
+    for recording, more in ((ONE, ""), (OTHER, ""), (ONE, " And more?"), (wav(7), " And more?")):
+        served, _ = serve(generator, [request(question, recording, "what?" + more)])
+        assert_generated(model, served)
+        cached.append(served[0].deltas[0].cached_tokens)
+    assert cached[0] == 0 < cached[1] == cached[3] < cached[2]
+
+
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2_audio"))
+def test_preempted_recordings_continue_with_the_same_output(model: str) -> None:
+    generator = engine(model, blocks=18)
+    items = [request("One ", wav(seed, 0.4), "!", max_tokens=40 + seed) for seed in range(6)]
+    served, driver = serve(generator, items)
+    assert driver.total("preempted")
+    assert_generated(model, served)
+
+
+def test_equal_recordings_are_encoded_once() -> None:
+    generator = engine("qwen2_audio")
+    serve(generator, [request(f"Number {n} ", ONE, " and ", ONE) for n in range(3)])
+    assert generator._encoder_scheduler
+    assert generator._encoder_scheduler.encoder.tiles_encoded == 1
+
+
+def test_recording_evicted_from_the_cache_is_encoded_again() -> None:
+    generator = engine("qwen2_audio")
+    assert generator._encoder_scheduler
+    rows = generator._encoder_scheduler.encoder.cache.rows
+    driver = Driver(generator)
+    driver.add(request("What is ", ONE, "here?"))
+    driver.finish()
+    later = driver.add(request("Once more: ", ONE))
+    prompt = later.item.prepared[0].prepared.multimodal
+    assert isinstance(prompt, MultimodalPrompt)
+    assert not any(item.is_complete for item in prompt.processed().items)
+    rows.max_bytes = 0
+    rows.put(b"last", {}, 0)
+    driver.finish()
+    assert_generated("qwen2_audio", [later])
+
+
+def rejection(model: str, *parts: str | bytes) -> str:
+    with pytest.raises(InvalidInput) as error:
+        loaded(model).prepare(request(*parts))
+    assert error.value.param in ("here", "messages")
+    return str(error.value)
+
+
+def test_recordings_beyond_the_processors_window_are_refused() -> None:
+    """The processor would truncate them."""
+    assert "lasts 2.5 seconds; this model takes 2" in rejection("qwen2_audio", wav(0, 2.5))
+    loaded("qwen2_audio").prepare(request(wav(0, 2.0)))
+
+
+def test_recordings_beyond_the_context_are_refused_by_their_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preprocessor = loaded("audioflamingo3").input_processor.media_preprocessor
+    assert preprocessor
+    monkeypatch.setattr(preprocessor, "_features", None)
+    assert "fill 1250 tokens so far" in rejection("audioflamingo3", wav(0, 50.0))
+    assert "at most 1200" in rejection("audioflamingo3", wav(0, 1201.0, 1000))
+
+
+def test_a_second_recording_is_refused_where_the_processor_takes_one() -> None:
+    assert "takes a recording in a conversation, not 2" in rejection("glmasr", ONE, OTHER)
+
+
+@pytest.mark.parametrize("data", [b"", b"RIFF" + bytes(60), b"<html>", wav(0)[:30]])
+def test_broken_files_are_refused(data: bytes) -> None:
+    assert "audio" in rejection("qwen2_audio", data)
+
+
+def test_text_that_stands_for_a_recording_is_refused() -> None:
+    assert "stands for a recording" in rejection("qwen2_audio", "<|AUDIO|>", ONE)
+
+
+def test_models_without_sound_name_the_reason() -> None:
+    preprocessor = loaded("qwen2_audio")
+    assert "image" in preprocessor.text_model.refused_media
+    assert "audio" not in preprocessor.text_model.refused_media

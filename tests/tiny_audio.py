@@ -1,0 +1,136 @@
+"""Tiny models of several families that take sound, with random weights, built like those of
+tiny_multimodal.py.
+
+Their chat template renders a recording as the family's audio token, and an image as its image
+token. The output of these models is meaningless.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import SMALL, saved
+from tests.tiny import hf as hf
+from tests.tiny_decoders import with_random_vectors
+from tests.tiny_multimodal import CONTEXT, TEMPLATE, text
+from tests.tiny_tokenizers import llama_tokenizer
+
+MELS = 16
+SECONDS = 2  # of a window
+RATE = 16_000
+WHISPER = {
+    "num_mel_bins": MELS, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "max_source_positions": 50 * SECONDS, "initializer_range": 0.5,
+}  # fmt: skip
+
+
+@cache
+def folder(name: str) -> Path:
+    if package := NEEDED.get(name):
+        pytest.importorskip(package)
+    torch.manual_seed(sum(name.encode()))
+    return saved(f"audio-{name}", BUILDERS[name]())
+
+
+def new_tokenizer(*tokens: str, audio: str, image: str = "IMAGE", **named: str) -> Any:
+    """A tokenizer with special tokens. `audio` and `image`: what the template renders for one."""
+    audio_part = "{% if part.type == 'audio' %}" + audio + "{% elif part.type == 'image' %}IMAGE"
+    template = TEMPLATE.replace("{% if part.type == 'image' %}IMAGE", audio_part)
+    tokenizer = llama_tokenizer(template.replace("IMAGE", image))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+    for name, token in named.items():
+        setattr(tokenizer, name, token)
+    tokenizer.model_max_length = CONTEXT
+    return tokenizer
+
+
+def mels(**more: Any) -> Any:
+    return hf.WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS, **more)
+
+
+def qwen2_audio() -> list[Any]:
+    names = "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"
+    tokenizer = new_tokenizer(*names, audio=f"{names[1]}{names[0]}{names[2]}")
+    config = hf.Qwen2AudioConfig(
+        audio_config=WHISPER,
+        text_config=text(tokenizer, "Qwen2Config").to_dict(),
+        audio_token_index=tokenizer.convert_tokens_to_ids(names[0]),
+    )
+    model = with_random_vectors(hf.Qwen2AudioForConditionalGeneration(config))
+    return [model, hf.Qwen2AudioProcessor(mels(), tokenizer, chat_template=tokenizer.chat_template)]
+
+
+def flamingo(family: str, **more: Any) -> list[Any]:
+    names = "<sound>", "<|sound_bos|>", "<|sound_eos|>"
+    tokenizer = new_tokenizer(*names, audio=names[0])
+    sound, bos, eos = tokenizer.convert_tokens_to_ids([*names])
+    encoder = {
+        **SMALL, "num_mel_bins": MELS, "max_source_positions": 50 * SECONDS,
+        "model_type": "audioflamingo3_encoder",
+    }  # fmt: skip
+    config = getattr(hf, f"{family}Config")(
+        audio_config=encoder,
+        text_config=text(tokenizer, "Qwen2Config").to_dict(),
+        audio_token_id=sound,
+        **more,
+        **({"audio_bos_token_id": bos, "audio_eos_token_id": eos} if more else {}),
+    )
+    model = with_random_vectors(getattr(hf, f"{family}ForConditionalGeneration")(config))
+    template = tokenizer.chat_template
+    kind = getattr(hf, f"{family}Processor")
+    return [model, kind(mels(), tokenizer, chat_template=template)]
+
+
+def glmasr() -> list[Any]:
+    tokenizer = new_tokenizer("<|audio|>", audio="<|audio|>")
+    config = hf.GlmAsrConfig(
+        audio_config={
+            **SMALL, "num_mel_bins": MELS, "max_position_embeddings": 50 * SECONDS,
+        },
+        text_config=text(tokenizer, "LlamaConfig").to_dict(),
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
+    )  # fmt: skip
+    model = with_random_vectors(hf.GlmAsrForConditionalGeneration(config))
+    processor = hf.GlmAsrProcessor(
+        mels(), tokenizer, chat_template=tokenizer.chat_template, audio_token="<|audio|>"
+    )
+    return [model, processor]
+
+
+def granite_speech() -> list[Any]:
+    tokenizer = new_tokenizer("<|audio|>", audio="<|audio|>")
+    config = hf.GraniteSpeechConfig(
+        encoder_config={
+            "input_dim": 160, "num_layers": 2, "hidden_dim": 32, "num_heads": 4, "output_dim": 12,
+            "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 3,
+        },
+        projector_config={
+            **SMALL, "encoder_hidden_size": 32, "cross_attention_frequency": 1,
+            "model_type": "blip_2_qformer",
+        },
+        text_config=text(tokenizer, "GraniteConfig").to_dict(),
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|audio|>"),
+        has_lora_adapter=False,
+    )  # fmt: skip
+    model = with_random_vectors(hf.GraniteSpeechForConditionalGeneration(config))
+    processor = hf.GraniteSpeechProcessor(
+        hf.GraniteSpeechFeatureExtractor(), tokenizer, chat_template=tokenizer.chat_template
+    )
+    return [model, processor]
+
+
+# Packages that the feature extractors of families need.
+NEEDED = {"granite_speech": "torchaudio"}
+BUILDERS: dict[str, Callable[[], list[Any]]] = {
+    "qwen2_audio": qwen2_audio,
+    "audioflamingo3": lambda: flamingo("AudioFlamingo3"),
+    "musicflamingo": lambda: flamingo(
+        "MusicFlamingo", rope_parameters={"rope_type": "default", "rope_theta": 200.0}
+    ),
+    "glmasr": glmasr,
+    "granite_speech": granite_speech,
+}
