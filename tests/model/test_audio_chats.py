@@ -86,7 +86,8 @@ def reference(model: str) -> tuple[Any, Any]:
 
 
 def samples(file: bytes) -> np.ndarray:
-    return soundfile.read(io.BytesIO(file), dtype="float32")[0]
+    decoded: np.ndarray = soundfile.read(io.BytesIO(file), dtype="float32")[0]
+    return decoded
 
 
 def assert_generated(model: str, served: Sequence[Served]) -> None:
@@ -94,7 +95,8 @@ def assert_generated(model: str, served: Sequence[Served]) -> None:
     network, processor = reference(model)
     for request in served:
         assert request.choices
-        chat: Any = request.item.payload.prompt
+        payload: Any = request.item.payload
+        chat = payload.prompt
         text = processor.tokenizer.apply_chat_template(
             [*chat.messages], tokenize=False, add_generation_prompt=True
         )

@@ -35,6 +35,7 @@ class MultimodalPrompt(EncodedInputs):
     processor_output: ProcessorOutput | None = field(kw_only=True)
     ids: TokenIds = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
+    audio_tokens: int = 0
     encoded: dict[bytes, DecoderRows] = field(default_factory=dict)
     recomputing: Future[ProcessorOutput] | None = None
 
@@ -47,7 +48,7 @@ class MultimodalPrompt(EncodedInputs):
         ids = TokenIds(output.ids)
         return cls(
             spans=spans, end=spans[-1][1], contents=ids, recompute=recompute, ids=ids,
-            digests=digests, processor_output=output,
+            digests=digests, processor_output=output, audio_tokens=output.placeholders("audio"),
         )  # fmt: skip
 
     def missing(self, cache: EncoderCache, limit: int) -> list[MultimodalItem]:

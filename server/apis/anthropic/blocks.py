@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.media import image_input
+from server.apis.openai.media import url_input
 from server.apis.openai.request_fields import NON_EMPTY
 from server.core.sealing import unseal
 from server.http.json import Document
@@ -41,14 +41,14 @@ class Base64Source(Struct, tag_field="type", tag="base64"):
 
     def image_input(self, path: str) -> MediaInput:
         url = f"data:{self.media_type};base64,{self.data}"
-        return image_input(url, None, f"{path}.data")
+        return url_input(url, None, f"{path}.data")
 
 
 class UrlSource(Struct, tag_field="type", tag="url"):
     url: str
 
     def image_input(self, path: str) -> MediaInput:
-        return image_input(self.url, None, f"{path}.url")
+        return url_input(self.url, None, f"{path}.url")
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):

@@ -19,12 +19,14 @@ from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFul
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import Chat, MediaInput
+from worker.messages.generation import Chat, MediaInput, MediaKind
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
 Detail = Literal["auto", "low", "high", "original"]
 T = TypeVar("T")
+# The container is read from the data: these names are checked, and nothing more.
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm")
 
 
 class ImageUrl(Struct):
@@ -32,14 +34,31 @@ class ImageUrl(Struct):
     detail: Detail | None = None
 
 
-def image_input(url: str, detail: Detail | None, param: str) -> MediaInput:
-    """Return the image of the URL in a field; InvalidInput for an unsupported URL."""
+class AudioUrl(Struct):
+    url: str
+
+
+class AudioData(Struct):
+    """`data`: of the file, in base64."""
+
+    data: str
+    format: str
+
+    def media_input(self, param: str) -> MediaInput:
+        if self.format.lower() not in AUDIO_FORMATS:
+            accepted = f"is not {self.format[:20]!r} but one of {', '.join(AUDIO_FORMATS)}"
+            raise InvalidInput.at(f"{param}.format", accepted)
+        return MediaInput(to_bytes(self.data, f"{param}.data"), "auto", param, kind="audio")
+
+
+def url_input(url: str, detail: Detail | None, param: str, kind: MediaKind = "image") -> MediaInput:
+    """Return the file of the URL in a field; InvalidInput for an unsupported URL."""
     detail, scheme = detail or "auto", url[:8].lower()
     if scheme.startswith(("http://", "https://")):
-        return MediaInput(b"", detail, param, url)
+        return MediaInput(b"", detail, param, url, kind=kind)
     if not scheme.startswith("data:"):
         raise InvalidInput.at(param, "must be a data: URL or a link; file paths are not opened")
-    return MediaInput(to_bytes(url, param), detail, param)
+    return MediaInput(to_bytes(url, param), detail, param, kind=kind)
 
 
 def check_media(chat: Chat, model: TextModel | TextModelInfo) -> None:
@@ -80,7 +99,7 @@ class MediaLoader:
         if not file.link:
             return file
         count = partial(scope["app"].count_body, scope)
-        data = await self.fetcher.fetch(file.link, file.param, count)
+        data = await self.fetcher.fetch(file.link, file.param, count, file.kind)
         return replace(file, data=data, link="")
 
 

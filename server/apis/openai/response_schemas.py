@@ -28,6 +28,7 @@ def encode_now(struct: T) -> T:
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
+    audio_tokens: int | UnsetType = UNSET  # of a prompt with recordings
 
 
 class CompletionTokensDetails(Struct):

@@ -172,6 +172,8 @@ class SequenceOutput:
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
             self._delta.cached_tokens = cached_tokens
+            if self.prepared.multimodal:
+                self._delta.audio_tokens = self.prepared.multimodal.audio_tokens
         request = self.request
         if request.token_ids:
             self._delta.prompt_ids = self.prepared.ids[:]
