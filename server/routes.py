@@ -188,8 +188,8 @@ def scoring_and_speech_routes(
     if scoring := [models[kind] for kind in ("rerank", "embedding") if kind in models]:
         score = ScoringEndpoint(settings, worker_client, ModelGroup(*scoring), ScoreRequest)
         yield from (OperationRoute(operation, score) for operation in SCORE)
-    if transcribers := models.get("transcription"):
-        group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
+    if hearing := [models[kind] for kind in ("transcription", "generation") if kind in models]:
+        group, uploads = ModelGroup(*hearing), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():
             yield OperationRoute(operation, SpeechEndpoint(worker_client, group, uploads, kind))
 

@@ -71,6 +71,7 @@ class FakeGenerator:
     hf_tokenizer: Any = None
     max_model_len = 4096
     refused_media = TEXT_ONLY  # a test may empty it
+    transcription_prompt = "Transcribe."
     compile_state: Literal["running", "done", "off"] = "off"
     stage = ""
     fallbacks: tuple[Fallback, ...] = ()

@@ -28,6 +28,7 @@ class FakeRunner:
     others: OtherModels = ALONE
     max_model_len = 512
     refused_media = TEXT_ONLY
+    transcription_prompt = "Transcribe."
 
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()

@@ -34,6 +34,7 @@ class LetterEmbedder(FakeRunner):
 
     max_model_len = 8
     refused_media = TEXT_ONLY
+    transcription_prompt = "Transcribe."
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = list(item.payload.inputs)

@@ -185,3 +185,46 @@ def test_recordings_that_the_model_does_not_take_are_refused(
     error = error_of(httpx.post(url + CHAT, json=body))
     assert error["param"] == param
     assert reason in error["message"]
+
+
+def test_chat_model_transcribes(hearing: Sdk) -> None:
+    """The transcript is the response to a message with the recording and a request for its text."""
+    file, asked = ("a.wav", wav(1)), {"model": hearing.model}
+    create: Any = hearing.client.audio.transcriptions.create
+    content = [sound(base64.b64encode(wav(1)).decode()), text("Write.")]
+    messages: list[Any] = [{"role": "user", "content": content}]
+    chats: Any = hearing.client.chat.completions
+    said = chats.create(messages=messages, temperature=0, **asked).choices[0].message.content
+    whole = create(file=file, prompt="Write.", **asked)
+    assert whole.text == said.strip()
+    assert whole.usage.type == "tokens"
+    assert whole.usage.input_tokens > 22
+    assert (
+        create(file=file, prompt="Write.", response_format="text", **asked) == said.strip() + "\n"
+    )
+    *deltas, done = create(file=file, stream=True, **asked)
+    assert "".join(delta.delta for delta in deltas) == said
+    assert done.text == said.strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("transcriptions", {"response_format": "srt"}, "response_format"),
+        ("transcriptions", {"response_format": "verbose_json"}, "response_format"),
+        ("transcriptions", {"include[]": "logprobs"}, "include"),
+        ("translations", {}, "model"),
+    ],
+)
+def test_what_a_chat_model_does_not_transcribe_is_refused(
+    hearing: Sdk, path: str, fields: dict[str, str], param: str
+) -> None:
+    url = f"{hearing.client.base_url}audio/{path}"
+    answer = httpx.post(url, files={"file": ("a.wav", wav(1))}, data=fields)
+    assert error_of(answer)["param"] == param
+
+
+def test_text_model_refuses_to_transcribe() -> None:
+    with serving(load_chat=FakeGenerator) as started:
+        answer = httpx.post(started.url + "/v1/audio/transcriptions", files={"file": ("a", b"a")})
+        assert "takes text, no recordings" in error_of(answer)["message"]

@@ -342,6 +342,7 @@ class FakeReranker:
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
     max_model_len = 512
     refused_media = TEXT_ONLY
+    transcription_prompt = "Transcribe."
 
     @property
     def text_model(self) -> Any:

@@ -16,6 +16,7 @@ INPUT = "input"  # the argument of a custom tool
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its images
 WHITE = (255, 255, 255)
+TRANSCRIBE = "Write down what is said in the recording, word for word and nothing else."
 MAX_MEDIA = 20  # of a request's prompt, all kinds together
 MediaKind = Literal["image", "audio", "video"]
 NOUNS: Mapping[MediaKind, str] = {"image": "an image", "audio": "a recording", "video": "a video"}

@@ -154,6 +154,7 @@ class TextModel(Protocol):
     hf_tokenizer: Any
     max_model_len: int  # tokens, output included
     refused_media: Mapping[MediaKind, str]  # by kind, why files in chats are refused
+    transcription_prompt: str  # asks for the text of a recording
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""

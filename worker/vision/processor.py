@@ -31,7 +31,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from batching.errors import InvalidInput
-from worker.messages.generation import LIMITS, NOUNS, PLURALS, MediaKind
+from worker.messages.generation import LIMITS, NOUNS, PLURALS, TRANSCRIBE, MediaKind
 from worker.vision.modality import (
     KIND_NAMES,
     NOT_INPUTS,
@@ -153,6 +153,8 @@ class Processor:
         self.config = config
         self.max_tokens = max_tokens
         self.tokenizer = processor.tokenizer
+        own_prompt: str = getattr(processor, "default_transcription_prompt", "")
+        self.transcription_prompt = own_prompt or TRANSCRIBE
         self.modalities, self.failures = find_modalities(processor, config)
         images = self.modalities.get("image")
         splits = images and hasattr(images.part, "do_image_splitting")

@@ -58,7 +58,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self.tokenizer, self.hf_tokenizer = tokenizer, tokenizer.tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
-        self.refused_media = TEXT_ONLY
+        self.refused_media, self.transcription_prompt = TEXT_ONLY, ""
         self.encode, self.render = tokenizer.encode, tokenizer.render
         self.decode, self.token = tokenizer.decode, tokenizer.token
 

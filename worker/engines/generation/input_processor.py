@@ -28,6 +28,7 @@ from worker.engines.generation.output import (
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
     SAMPLING_FIELDS,
+    TRANSCRIBE,
     Chat,
     GenerationInput,
     MediaInput,
@@ -84,6 +85,9 @@ class InputProcessor:
         if media_preprocessor:
             media_preprocessor.processor.max_tokens = max_model_len
         self.refused_media = language.refused_media
+        self.transcription_prompt = TRANSCRIBE
+        if media_preprocessor:
+            self.transcription_prompt = media_preprocessor.processor.transcription_prompt
         batching: Batching = "static" if unpaged_reason else "continuous"
         self.info = model_info(
             "text-generation",
