@@ -213,10 +213,9 @@ TASKS: Mapping[str, Task] = {
 }
 
 NOT_SERVED = {
-    "audio-text-to-text": "serve a chat model that takes sound, with --chat-model",
     "video-classification": "its pipeline reads videos from paths and URLs only",
     "mask-generation": "its pipeline needs torchvision, which onequeue does not install",
-    "any-to-any": "its pipeline needs torchvision, which onequeue does not install",
+    "any-to-any": "its pipeline needs torchvision; serve the model with --chat-model instead",
 }
 
 CHAT_INSTEAD = "serve a chat model with text-generation instead"
