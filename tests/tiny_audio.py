@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tiny_multimodal
 from tests.tiny import SMALL, saved
 from tests.tiny import hf as hf
 from tests.tiny_decoders import with_random_vectors
@@ -123,6 +124,40 @@ def granite_speech() -> list[Any]:
     return [model, processor]
 
 
+def gemma4() -> list[Any]:
+    """It takes images, too."""
+    model, images, tokenizer, settings = tiny_multimodal.gemma4_small()
+    part = "{% if part.type == 'audio' %}<|audio|>{% elif part.type == 'image' %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% if part.type == 'image' %}", part)
+    model.config.audio_config = hf.Gemma4AudioConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, output_proj_dims=32,
+        subsampling_conv_channels=[128, 4], initializer_range=0.5,
+    )  # fmt: skip
+    model = with_random_vectors(hf.Gemma4ForConditionalGeneration(model.config))
+    return [model, images, tokenizer, settings]
+
+
+def qwen3_asr() -> list[Any]:
+    names = "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"
+    tokenizer = new_tokenizer(*names, audio=f"{names[1]}{names[0]}{names[2]}")
+    named = dict(zip(("audio_token", "audio_bos_token", "audio_eos_token"), names, strict=True))
+    tokenizer.init_kwargs |= {**named, "extra_special_tokens": named}
+    for name, token in named.items():
+        setattr(tokenizer, name, token)
+    config = hf.Qwen3ASRConfig(
+        audio_config={
+            **WHISPER, "num_mel_bins": 128, "downsample_hidden_size": 8, "output_dim": 32,
+        },
+        text_config=text(tokenizer, "Qwen3Config").to_dict(),
+        audio_token_id=tokenizer.convert_tokens_to_ids(names[0]),
+        **{"eos_token_id": 1, "pad_token_id": 2},
+    )  # fmt: skip
+    model = with_random_vectors(hf.Qwen3ASRForConditionalGeneration(config))
+    extractor = hf.WhisperFeatureExtractor(feature_size=128)
+    processor = hf.Qwen3ASRProcessor(extractor, tokenizer, chat_template=tokenizer.chat_template)
+    return [model, processor]
+
+
 # Packages that the feature extractors of families need.
 NEEDED = {"granite_speech": "torchaudio"}
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
@@ -133,4 +168,6 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     ),
     "glmasr": glmasr,
     "granite_speech": granite_speech,
+    "gemma4": gemma4,
+    "qwen3_asr": qwen3_asr,
 }

@@ -10,23 +10,26 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from PIL import Image
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny_audio
 from tests.generating import GREEDY, Driver, Request, Served, serve
 from tests.matrix import matrix
-from tests.multimodal import in_small_chunks
+from tests.multimodal import in_small_chunks, png
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator, paged_engine
-from worker.messages.generation import Chat, GenerationInput, MediaInput, Stopping
+from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaKind, Stopping
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, auto_class
 from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.multimodal_prompt import MultimodalPrompt
+from worker.vision.processor import load_processor
 
 torch.set_num_threads(1)
 FAMILIES = [*tiny_audio.BUILDERS]
+MIXED = ["gemma4"]  # they take images, too
 OUTPUT_TOKENS = 8
 
 
@@ -42,14 +45,18 @@ def wav(seed: int, seconds: float = 0.9, rate: int = 16_000) -> bytes:
 ONE, OTHER, SHORT = wav(0), wav(1, 1.4), wav(2, 0.4)
 
 
+def kind_of(file: bytes) -> MediaKind:
+    return "audio" if file.startswith(b"RIFF") else "image"
+
+
 def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> Request:
-    """A message of texts and recordings."""
+    """A message of texts, recordings and images."""
     content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "audio"}
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
         for part in parts
     ]
     files = [part for part in parts if isinstance(part, bytes)]
-    media = tuple(MediaInput(file, "auto", "here", kind="audio") for file in files)
+    media = tuple(MediaInput(file, "auto", "here", kind=kind_of(file)) for file in files)
     chat = Chat(({"role": "user", "content": content},), media=media)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
@@ -82,7 +89,7 @@ def reference(model: str) -> tuple[Any, Any]:
         path, dtype=torch.float32, attn_implementation="eager"
     )
     loaded.generation_config.eos_token_id = None
-    return loaded.eval(), tiny_audio.hf.AutoProcessor.from_pretrained(path)
+    return loaded.eval(), load_processor(str(path))
 
 
 def samples(file: bytes) -> np.ndarray:
@@ -100,10 +107,12 @@ def assert_generated(model: str, served: Sequence[Served]) -> None:
         text = processor.tokenizer.apply_chat_template(
             [*chat.messages], tokenize=False, add_generation_prompt=True
         )
-        recordings = [samples(file.data) for file in chat.media]
+        recordings = [samples(file.data) for file in chat.media if file.kind == "audio"]
+        images = [Image.open(io.BytesIO(file.data)) for file in chat.media if file.kind == "image"]
         inputs = processor(
             text=[text],
             **({"audio": recordings} if recordings else {}),
+            **({"images": images} if images else {}),
             text_kwargs={"add_special_tokens": False},
             return_tensors="pt",
         )
@@ -165,6 +174,22 @@ def test_preempted_recordings_continue_with_the_same_output(model: str) -> None:
     items = [request("One ", wav(seed, 0.4), "!", max_tokens=40 + seed) for seed in range(6)]
     served, driver = serve(generator, items)
     assert driver.total("preempted")
+    assert_generated(model, served)
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("model", MIXED)
+def test_recordings_and_images_share_a_prompt(model: str, tokens: int | None) -> None:
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    items = [
+        request("What is ", png(0), " beside ", ONE, " and ", OTHER, " and ", png(1), "?"),
+        request(ONE, png(0)),
+        request(png(1), SHORT, "this?", n=2),
+        request(png(0), "Only seen."),
+    ]
+    served, _ = serve(generator, items, seed=1)
     assert_generated(model, served)
 
 
