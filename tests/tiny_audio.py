@@ -5,6 +5,7 @@ Their chat template renders a recording as the family's audio token, and an imag
 token. The output of these models is meaningless.
 """
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -153,9 +154,46 @@ def qwen3_asr() -> list[Any]:
         **{"eos_token_id": 1, "pad_token_id": 2},
     )  # fmt: skip
     model = with_random_vectors(hf.Qwen3ASRForConditionalGeneration(config))
-    extractor = hf.WhisperFeatureExtractor(feature_size=128)
+    extractor = hf.Qwen3ASRFeatureExtractor()
     processor = hf.Qwen3ASRProcessor(extractor, tokenizer, chat_template=tokenizer.chat_template)
     return [model, processor]
+
+
+def qwen2_5_omni_thinker() -> list[Any]:
+    """It takes images, too. The processor is saved in parts: its class needs torchvision."""
+    tokens = {
+        "image_token": "<|IMAGE|>", "audio_token": "<|AUDIO|>", "video_token": "<|VIDEO|>",
+        "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>",
+        "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+    }  # fmt: skip
+    tokenizer = new_tokenizer(
+        *tokens.values(),
+        audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
+        image="<|vision_bos|><|IMAGE|><|vision_eos|>",
+    )
+    tokenizer.init_kwargs |= {**tokens, "extra_special_tokens": tokens}
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    config = hf.Qwen2_5OmniThinkerConfig(
+        vision_config={
+            **tiny_multimodal.QWEN_VISION, "hidden_size": 32, "out_hidden_size": 32,
+            "intermediate_size": 64, "window_size": 32, "fullatt_block_indexes": [1],
+        },
+        audio_config={**WHISPER, "output_dim": 32, "n_window": 50},
+        text_config=text(
+            tokenizer, "Qwen2_5OmniTextConfig", rope_parameters=tiny_multimodal.QWEN_ROPE
+        ).to_dict(),
+        image_token_index=ids["image_token"], video_token_index=ids["video_token"],
+        audio_token_index=ids["audio_token"],
+        vision_start_token_id=ids["vision_bos_token"], vision_end_token_id=ids["vision_eos_token"],
+        audio_start_token_id=ids["audio_bos_token"], audio_end_token_id=ids["audio_eos_token"],
+    )  # fmt: skip
+    model = with_random_vectors(hf.Qwen2_5OmniThinkerForConditionalGeneration(config))
+    images = hf.Qwen2VLImageProcessorPil(
+        patch_size=tiny_multimodal.PATCH, min_pixels=16 * 16, max_pixels=64 * 64, merge_size=2
+    )
+    extractor = json.loads(mels().to_json_string())
+    named = {"processor_class": "Qwen2_5OmniProcessor", "feature_extractor": extractor}
+    return [model, images, tokenizer, named]
 
 
 # Packages that the feature extractors of families need.
@@ -170,4 +208,5 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "granite_speech": granite_speech,
     "gemma4": gemma4,
     "qwen3_asr": qwen3_asr,
+    "qwen2_5_omni_thinker": qwen2_5_omni_thinker,
 }

@@ -77,7 +77,9 @@ class MultimodalPrompt(EncodedInputs):
         if they cannot be read from the decoder's inputs."""
         output, device = self.processed(), hook.model.device
         media = output.media_inputs(with_encoder_inputs=False)
-        inputs = select_tensors({**output.inputs, **media}, hook.argument_names)
+        mask = torch.ones(1, len(self.ids), dtype=torch.long)  # without it some count no positions
+        given = {**output.inputs, **media, "attention_mask": mask}
+        inputs = select_tensors(given, hook.argument_names)
         decoder_inputs = hook.capture(
             input_ids=torch.tensor([[*self.ids]], device=device),
             **{name: tensor.to(device) for name, tensor in inputs.items()},

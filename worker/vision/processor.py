@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -316,7 +317,9 @@ def _load_without_videos(path: str, error: ImportError) -> Any:
     """Load a processor's parts without its video processor, which needs torchvision (Qwen2-VL and
     others). Raises `error` if the processor has no video processor."""
     config = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
-    cls: Any = PROCESSOR_MAPPING.get(config, None)
+    settings, _ = ProcessorMixin.get_processor_dict(path)
+    named = getattr(transformers, str(settings.get("processor_class")), None)
+    cls: Any = PROCESSOR_MAPPING.get(config, None) or named
     names = cls.get_attributes() if cls and not getattr(cls, "is_dummy", False) else []
     if "video_processor" not in names:
         raise error
@@ -325,7 +328,6 @@ def _load_without_videos(path: str, error: ImportError) -> Any:
         for name in names
         if name in PARTS
     }
-    settings, _ = cls.get_processor_dict(path)
     without_videos = _accept_missing_parts(cls)
     return without_videos.from_args_and_dict([parts.get(name) for name in names], settings)
 

@@ -136,7 +136,9 @@ def reference_logits(
 ) -> Tensor:
     """Return logits [T, V] of the model's own forward."""
     names = inspect.signature(language.model.forward).parameters
-    tensors = select_tensors({**output.inputs, **output.media_inputs()}, names)
+    mask = torch.ones(1, len(output.ids), dtype=torch.long)  # without it some count no positions
+    given = {**output.inputs, **output.media_inputs(), "attention_mask": mask}
+    tensors = select_tensors(given, names)
     inputs = {name: tensor.to(language.device) for name, tensor in tensors.items()}
     ids = torch.tensor([output.ids], device=language.device)
     logits: Tensor = language.model(input_ids=ids, **inputs, use_cache=False).logits[0]
