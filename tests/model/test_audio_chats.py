@@ -18,13 +18,15 @@ from batching.request_queue import WorkItem
 from tests import tiny_audio
 from tests.generating import GREEDY, Driver, Request, Served, serve
 from tests.matrix import matrix
-from tests.multimodal import in_small_chunks, png
+from tests.multimodal import fail_check, in_small_chunks, png
+from worker.engines.generation import loading
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaKind, Stopping
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, auto_class
 from worker.model.paged_runner import PagedRunner, StateSlots
+from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import load_processor
 
@@ -39,7 +41,7 @@ NOT_COMPARED = {
     "dots3_note": "",
     "fun_asr_nano": "its feature extractor needs torchaudio",
     "gemma3n": "its image encoder needs timm",
-    "gemma4_unified": "",
+    "gemma4_unified": "its processor needs torchvision",
     "granite_speech_plus": "its feature extractor needs torchaudio",
     "inkling_mm_model": "",
     "kyutai_speech_to_text": "its processor has no token for recordings",
@@ -48,10 +50,10 @@ NOT_COMPARED = {
     "nemo_speechlm": "",
     "nemotron_h_omni": "",
     "omniasr": "",
-    "phi4_multimodal": "",
+    "phi4_multimodal": "its processor needs torchvision",
     "qwen2_5_omni": "the thinker is served, not the whole with its talker",
     "qwen3_omni_moe": "the thinker is served, not the whole with its talker",
-    "vibevoice_asr": "",
+    "vibevoice_asr": "its encoder adds noise: no two forwards are equal",
     "voxtral": "its processor is not called with sound",
     "voxtral_realtime": "its processor is not called with sound",
 }
@@ -220,6 +222,30 @@ def test_recordings_and_images_share_a_prompt(model: str, tokens: int | None) ->
         request(png(0), "Only seen."),
     ]
     served, _ = serve(generator, items, seed=1)
+    assert_generated(model, served)
+
+
+@cache
+def unpaged(model: str) -> GenerationEngine:
+    """An engine whose check of paged recordings has failed."""
+    options = GeneratorOptions(str(tiny_audio.folder(model)), dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "check_multimodal", fail_check)
+        return load_generator(options)
+
+
+@pytest.mark.parametrize("model", matrix(FAMILIES, "gemma4"))
+@pytest.mark.parametrize("caches", [True, False])
+def test_unpaged_model_runs_recordings_on_transformers_cache(model: str, caches: bool) -> None:
+    generator = unpaged(model)
+    runner = generator.runner
+    assert isinstance(runner, MultimodalCachedRunner)
+    assert runner.caches_media
+    runner.caches_media = caches
+    try:
+        served, _ = serve(generator, questions(model), seed=2)
+    finally:
+        runner.caches_media = True
     assert_generated(model, served)
 
 
