@@ -333,6 +333,18 @@ def takes_sound(processor: str) -> bool:
     return not {"feature_extractor", "audio_processor"}.isdisjoint(kind.get_attributes())
 
 
+def test_model_whose_processor_is_not_called_with_sound_serves_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = str(tiny_audio.folder("voxtral"))
+    generator = load_generator(GeneratorOptions(path, device="cpu", kv_cache_gb=0.01))
+    [line] = [line for line in caplog.messages if line.startswith("recordings are refused")]
+    assert "the processor does not take them" in line
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("voxtral", served)
+    assert "does not run with recordings here" in rejection("voxtral", ONE)
+
+
 def test_models_without_sound_name_the_reason() -> None:
     preprocessor = loaded("qwen2_audio")
     assert "image" in preprocessor.text_model.refused_media
