@@ -223,6 +223,9 @@ def test_recordings_and_images_share_a_prompt(model: str, tokens: int | None) ->
     ]
     served, _ = serve(generator, items, seed=1)
     assert_generated(model, served)
+    prompt = served[0].item.prepared[0].prepared.multimodal
+    assert prompt
+    assert [*prompt.spans] == sorted(prompt.spans)
 
 
 @cache
