@@ -46,7 +46,7 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
     "RERANK_MODEL or EMBEDDING_MODEL": ["/v1/score", "/score"],
     "CHAT_MODEL, EMBEDDING_MODEL or RERANK_MODEL": ["/tokenize", "/detokenize", "/decode"],
     "PIPELINE_TASK=text-classification": ["/predict"],
-    "TRANSCRIPTION_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
+    "TRANSCRIPTION_MODEL or CHAT_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
 }
 SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
 
