@@ -16,7 +16,7 @@ from tests.http.test_fetch import replying
 from tests.http.test_pipeline_http import error_of
 from tests.model.test_audio_chats import wav
 from tests.sdk import Sdk
-from tests.serving import Server, serving
+from tests.serving import Server, serving, wait_until
 from worker.messages.generation import Chat, MediaInput
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -222,6 +222,22 @@ def test_what_a_chat_model_does_not_transcribe_is_refused(
     url = f"{hearing.client.base_url}audio/{path}"
     answer = httpx.post(url, files={"file": ("a.wav", wav(1))}, data=fields)
     assert error_of(answer)["param"] == param
+
+
+def test_memory_of_transcribed_recordings_is_counted(
+    generator: FakeGenerator, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, count = [], type(server.app).count_body
+
+    def count_body(self: Any, scope: Any, size: int) -> None:
+        counted.append(size)
+        count(self, scope, size)
+
+    monkeypatch.setattr(type(server.app), "count_body", count_body)
+    url = server.url + "/v1/audio/transcriptions"
+    assert httpx.post(url, files={"file": ("a.wav", bytes(1000))}).status_code == 200
+    assert counted == [1000]
+    wait_until(lambda: server.app.memory.used == 0)
 
 
 def test_text_model_refuses_to_transcribe() -> None:

@@ -84,6 +84,9 @@ async def transcribe(
 ) -> None:
     """Respond with the transcript of the recording at `path`."""
     check_request(request)
+    scope = incoming.scope
+    file = await run_sync(Path(path).stat)
+    scope["app"].count_body(scope, file.st_size)  # it is in memory from here on
     data = await run_sync(Path(path).read_bytes)
     recording = MediaInput(data, "auto", "file", kind="audio")
     async with model.loaded(incoming) as text_model:
@@ -97,7 +100,7 @@ async def transcribe(
         chat,
         Sampling(temperature=request.temperature or 0.0),
         adapter=model.adapter,
-        cache_namespace=incoming.scope["context"].cache_namespace(model.id, None),
+        cache_namespace=scope["context"].cache_namespace(model.id, None),
     )
     with TokenStream(worker_client, model.registry_name, [payload], incoming) as stream:
-        await respond(incoming.scope, send, stream, ChatTranscriptBuilder(request, stream.usage))
+        await respond(scope, send, stream, ChatTranscriptBuilder(request, stream.usage))
