@@ -159,7 +159,9 @@ def qwen3_asr() -> list[Any]:
     return [model, processor]
 
 
-def qwen2_5_omni_thinker() -> list[Any]:
+def omni_thinker(
+    family: str, vision: dict[str, Any], audio: dict[str, Any], extractor: Any, **more: Any
+) -> list[Any]:
     """It takes images, too. The processor is saved in parts: its class needs torchvision."""
     tokens = {
         "image_token": "<|IMAGE|>", "audio_token": "<|AUDIO|>", "video_token": "<|VIDEO|>",
@@ -173,27 +175,37 @@ def qwen2_5_omni_thinker() -> list[Any]:
     )
     tokenizer.init_kwargs |= {**tokens, "extra_special_tokens": tokens}
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
-    config = hf.Qwen2_5OmniThinkerConfig(
-        vision_config={
-            **tiny_multimodal.QWEN_VISION, "hidden_size": 32, "out_hidden_size": 32,
-            "intermediate_size": 64, "window_size": 32, "fullatt_block_indexes": [1],
-        },
-        audio_config={**WHISPER, "output_dim": 32, "n_window": 50},
+    sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}
+    config = getattr(hf, f"{family}ThinkerConfig")(
+        vision_config={**tiny_multimodal.QWEN_VISION, **sizes, **vision},
+        audio_config={**WHISPER, "output_dim": 32, **audio},
         text_config=text(
-            tokenizer, "Qwen2_5OmniTextConfig", rope_parameters=tiny_multimodal.QWEN_ROPE
+            tokenizer, f"{family}TextConfig", rope_parameters=tiny_multimodal.QWEN_ROPE, **more
         ).to_dict(),
-        image_token_index=ids["image_token"], video_token_index=ids["video_token"],
-        audio_token_index=ids["audio_token"],
+        image_token_id=ids["image_token"], video_token_id=ids["video_token"],
+        audio_token_id=ids["audio_token"],
         vision_start_token_id=ids["vision_bos_token"], vision_end_token_id=ids["vision_eos_token"],
         audio_start_token_id=ids["audio_bos_token"], audio_end_token_id=ids["audio_eos_token"],
     )  # fmt: skip
-    model = with_random_vectors(hf.Qwen2_5OmniThinkerForConditionalGeneration(config))
+    model = with_random_vectors(getattr(hf, f"{family}ThinkerForConditionalGeneration")(config))
     images = hf.Qwen2VLImageProcessorPil(
         patch_size=tiny_multimodal.PATCH, min_pixels=16 * 16, max_pixels=64 * 64, merge_size=2
     )
-    extractor = json.loads(mels().to_json_string())
-    named = {"processor_class": "Qwen2_5OmniProcessor", "feature_extractor": extractor}
+    saved_extractor = json.loads(extractor.to_json_string())
+    named = {"processor_class": f"{family}Processor", "feature_extractor": saved_extractor}
     return [model, images, tokenizer, named]
+
+
+def qwen2_5_omni_thinker() -> list[Any]:
+    vision = {"window_size": 32, "fullatt_block_indexes": [1]}
+    return omni_thinker("Qwen2_5Omni", vision, {"n_window": 50}, mels())
+
+
+def qwen3_omni_moe_thinker() -> list[Any]:
+    vision = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    audio = {"num_mel_bins": 128, "downsample_hidden_size": 8}
+    extractor = hf.WhisperFeatureExtractor(feature_size=128)
+    return omni_thinker("Qwen3OmniMoe", vision, audio, extractor, head_dim=8)
 
 
 def voxtral() -> list[Any]:
@@ -222,4 +234,5 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "gemma4": gemma4,
     "qwen3_asr": qwen3_asr,
     "qwen2_5_omni_thinker": qwen2_5_omni_thinker,
+    "qwen3_omni_moe_thinker": qwen3_omni_moe_thinker,
 }

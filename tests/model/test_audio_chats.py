@@ -32,6 +32,9 @@ from worker.vision.processor import load_processor
 
 torch.set_num_threads(1)
 FAMILIES = [*tiny_audio.BUILDERS]
+# A short recording is encoded otherwise beside a longer one: with the library's own cache both are.
+UNPAGED = ["qwen3_omni_moe_thinker"]
+PAGED = [name for name in FAMILIES if name not in UNPAGED]
 MIXED = ["gemma4", "qwen2_5_omni_thinker"]  # they take images, too
 # Families whose processors take sound and text, without a tiny model here. Those that are refused
 # at load have the reason; the others are not compared yet.
@@ -58,7 +61,7 @@ NOT_COMPARED = {
     "voxtral_realtime": "its processor is not called with sound",
 }
 # Configurations without an entry of their own in the mapping of processors.
-THINKERS = {"qwen2_5_omni_thinker"}
+THINKERS = {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
 # Families of newer versions of the library, and those whose processors need packages.
 MAY_BE_MISSING = {"apertus1p5", "omniasr", "voxtral_realtime"}
 OTHER_KINDS = {"seamless_m4t", "musicgen", "musicgen_melody", "whisper"}  # not chat models
@@ -176,7 +179,7 @@ def questions(model: str) -> list[Request]:
 
 
 @pytest.mark.parametrize("tokens", [None, 5])
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2_audio", "audioflamingo3"))
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio", "audioflamingo3"))
 def test_output_is_the_same_beside_other_requests_and_in_chunks(
     model: str, tokens: int | None
 ) -> None:
@@ -188,7 +191,7 @@ def test_output_is_the_same_beside_other_requests_and_in_chunks(
     assert bool(driver.partial) == bool(tokens)
 
 
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2_audio"))
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
 def test_prefix_cache_is_shared_by_equal_recordings_only(model: str) -> None:
     generator = engine(model)
     question = "What are these sounds, and what are they for? "
@@ -200,7 +203,7 @@ def test_prefix_cache_is_shared_by_equal_recordings_only(model: str) -> None:
     assert cached[0] == 0 < cached[1] == cached[3] < cached[2]
 
 
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2_audio"))
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
 def test_preempted_recordings_continue_with_the_same_output(model: str) -> None:
     generator = engine(model, blocks=18)
     items = [request("One ", wav(seed, 0.4), "!", max_tokens=40 + seed) for seed in range(6)]
@@ -249,6 +252,13 @@ def test_unpaged_model_runs_recordings_on_transformers_cache(model: str, caches:
         served, _ = serve(generator, questions(model), seed=2)
     finally:
         runner.caches_media = True
+    assert_generated(model, served)
+
+
+@pytest.mark.parametrize("model", UNPAGED)
+def test_images_beside_recordings_on_transformers_cache(model: str) -> None:
+    assert loaded(model).info.batching == "static"
+    served, _ = serve(unpaged(model), [request("See ", png(0), " hear ", ONE, SHORT, "?")])
     assert_generated(model, served)
 
 
