@@ -175,7 +175,7 @@ def test_sdk_sends_recordings_and_counts_their_tokens(hearing: Sdk) -> None:
     [
         (b"not audio", f"{AT}.input_audio", "not an audio file"),
         (wav(1)[:50], f"{AT}.input_audio", "audio"),
-        (wav(1, 3.0), f"{AT}.input_audio", "lasts 3.0 seconds; this model takes 2"),
+        (wav(1, 3.0), f"{AT}.input_audio", "lasts 3 seconds in 1 channels; at most 2 seconds"),
     ],
 )
 def test_recordings_that_the_model_does_not_take_are_refused(

@@ -2,6 +2,7 @@
 other requests, in chunks, with prefix hits and after preemption."""
 
 import io
+import struct
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaK
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, auto_class
 from worker.model.paged_runner import PagedRunner, StateSlots
+from worker.vision import decoders, processor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import load_processor
@@ -295,7 +297,9 @@ def rejection(model: str, *parts: str | bytes) -> str:
 
 def test_recordings_beyond_the_processors_window_are_refused() -> None:
     """The processor would truncate them."""
-    assert "lasts 2.5 seconds; this model takes 2" in rejection("qwen2_audio", wav(0, 2.5))
+    assert "lasts 2.5 seconds in 1 channels; at most 2 seconds" in rejection(
+        "qwen2_audio", wav(0, 2.5)
+    )
     loaded("qwen2_audio").prepare(request(wav(0, 2.0)))
 
 
@@ -306,7 +310,45 @@ def test_recordings_beyond_the_context_are_refused_by_their_headers(
     assert preprocessor
     monkeypatch.setattr(preprocessor, "_features", None)
     assert "fill 1250 tokens so far" in rejection("audioflamingo3", wav(0, 50.0))
-    assert "at most 1200" in rejection("audioflamingo3", wav(0, 1201.0, 1000))
+    assert "at most 600" in rejection("audioflamingo3", wav(0, 601.0, 1000))
+
+
+def webm(seconds: float, stated_s: float) -> bytes:
+    """Return a recording whose header states another length."""
+    av = pytest.importorskip("av")
+    file, samples = io.BytesIO(), np.zeros(int(seconds * 48000), np.float32)
+    with av.open(file, "w", format="webm") as container:
+        stream = container.add_stream("libopus", rate=48000, layout="mono")
+        for start in range(0, len(samples), 960):
+            frame = av.AudioFrame.from_ndarray(samples[None, start : start + 960], "flt", "mono")
+            frame.sample_rate, frame.pts = 48000, start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = bytearray(file.getvalue())
+    duration = data.index(b"\x44\x89") + 3  # milliseconds
+    data[duration : duration + 8] = struct.pack(">d", 1000 * stated_s)
+    return bytes(data)
+
+
+def test_samples_are_counted_where_a_header_states_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "at most 2 seconds" in rejection("qwen2_audio", webm(6, 1))
+    monkeypatch.setattr(decoders, "MAX_RECORDINGS_S", 8.0)
+    file = webm(6, 1)
+    loaded("audioflamingo3").prepare(request(file))
+    assert "last 12 seconds so far" in rejection("audioflamingo3", file, webm(6, 2))
+
+
+def test_a_recording_of_which_the_model_reads_nothing_is_refused() -> None:
+    assert "reads nothing of a recording of 0.03 seconds" in rejection("glmasr", wav(0, 0.03))
+
+
+def test_text_that_the_processor_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("StopIteration")
+
+    loaded("qwen2_audio").prepare(request(wav(7)))
+    monkeypatch.setattr(processor, "call_replaced", fail)
+    assert "does not take this text beside media" in rejection("qwen2_audio", wav(7))
 
 
 def test_a_second_recording_is_refused_where_the_processor_takes_one() -> None:

@@ -86,19 +86,11 @@ class AudioDecoder:
     def check_sizes(
         self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
     ) -> None:
-        longest = min(self.modality.max_seconds, MAX_RECORDINGS_S)
         total = 0.0
         for file in files:
             with self._open(file) as recording:
-                seconds = recording.length()
-            total += seconds
-            if seconds > longest:
-                reason = f"the recording lasts {seconds:.1f} seconds; this model takes {longest:g}"
-                raise InvalidInput.at(file.param, reason)
-            if total > MAX_RECORDINGS_S:
-                reason = f"the recordings last {total:.0f} seconds so far"
-                limit = f"at most {MAX_RECORDINGS_S:g} are accepted"
-                raise InvalidInput.at(file.param, f"{reason}; {limit}")
+                total += recording.length()
+            check_seconds(total, file.param)
             if (tokens := int(total * self.modality.tokens_per_second)) >= max_tokens:
                 reason = f"the recordings fill {tokens} tokens so far"
                 limit = f"this model's context holds {max_tokens}"
@@ -116,10 +108,18 @@ class AudioDecoder:
 
     @contextmanager
     def _open(self, file: MediaInput) -> Iterator[Recording]:
-        """Yield a recording whose header has been read and checked."""
-        rate = self.modality.sampling_rate
+        """Yield a recording whose header has been read and checked; its samples are counted."""
+        rate, longest = self.modality.sampling_rate, self.modality.max_seconds
         with (
             saved(file.data) as path,
-            Recording(path, rate, MAX_RECORDINGS_S, file.param) as opened,
+            Recording(path, rate, min(longest, MAX_RECORDINGS_S), file.param) as opened,
         ):
             yield opened
+
+
+def check_seconds(seconds: float, param: str) -> None:
+    """Raise InvalidInput if the recordings of a request are too long together."""
+    if seconds > MAX_RECORDINGS_S:
+        reason = f"the recordings last {seconds:.0f} seconds so far"
+        limit = f"at most {MAX_RECORDINGS_S:g} are accepted"
+        raise InvalidInput.at(param, f"{reason}; {limit}")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
-from worker.vision.decoders import AudioDecoder, ImageDecoder, MediaDecoder
+from worker.vision.decoders import AudioDecoder, ImageDecoder, MediaDecoder, check_seconds
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
@@ -74,10 +74,13 @@ class MediaPreprocessor:
         self.processor.check_fits(tokens, media[0].param)
         self._check_sizes(media, is_wanted)
         processed: list[MediaFeatures] = []
+        seconds = 0.0  # a header may state less
         for file in media:
             key = file.cache_key(cache_namespace)
             cached = self.cache.get(key) if use_cache else None
             processed.append(cached or self._features(file, key, is_wanted))
+            seconds += processed[-1].seconds
+            check_seconds(seconds, file.param)
             tokens += processed[-1].token_count
             self.processor.check_fits(tokens, file.param)
         output = self.processor.process_text(text, processed)

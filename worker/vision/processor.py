@@ -85,6 +85,12 @@ class MediaFeatures:
         return replace(self, tensors=tensors, tiles=tiles, is_complete=False)
 
     @property
+    def seconds(self) -> float:
+        """The length of a recording; 0 of other media."""
+        rate = self.modality.sampling_rate
+        return self.size / rate if rate else 0.0
+
+    @property
     def nbytes(self) -> int:
         values = (*self.text_inputs.values(), *self.tensors.values())
         tensors = (value for value in values if isinstance(value, Tensor))
@@ -199,7 +205,9 @@ class Processor:
         except Exception as error:  # any error of the library
             message = f"the model does not take {modality.describe(item)}"
             raise InvalidInput(message, param) from error
-        count = token_ids(outputs).count(modality.token_id)
+        if not (count := token_ids(outputs).count(modality.token_id)):
+            reason = f"the model reads nothing of {modality.describe(item)}"
+            raise InvalidInput(reason, param)
         tensors = {
             name: outputs[name]
             for name in outputs.keys() & (modality.output_names | features.keys())
@@ -228,7 +236,11 @@ class Processor:
                 joined = partial(_joined_text_inputs, modality, features)
                 blanks = [modality.blank(item.size) for item in features]
                 replaced[modality] = blanks, joined
-        outputs = call_replaced(self._processor, text, replaced)
+        try:
+            outputs = call_replaced(self._processor, text, replaced)
+        except Exception as error:  # any error of the library
+            reason = "the model's processor does not take this text beside media"
+            raise InvalidInput(reason, "messages") from error
         ids = token_ids(outputs)
         media_names = {name for each in replaced for name in each.output_names}
         media_names |= {name for item in media for name in item.text_inputs}

@@ -5,6 +5,7 @@ its text, and the response as a transcript without times.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from anyio.to_thread import run_sync
@@ -85,10 +86,7 @@ async def transcribe(
     """Respond with the transcript of the recording at `path`."""
     check_request(request)
     scope = incoming.scope
-    file = await run_sync(Path(path).stat)
-    scope["app"].count_body(scope, file.st_size)  # it is in memory from here on
-    data = await run_sync(Path(path).read_bytes)
-    recording = MediaInput(data, "auto", "file", kind="audio")
+    recording = MediaInput(b"", "auto", "file", kind="audio")
     async with model.loaded(incoming) as text_model:
         text = request.prompt or text_model.transcription_prompt
         if request.language:
@@ -96,11 +94,19 @@ async def transcribe(
         content = [{"type": "audio"}, {"type": "text", "text": text}]
         chat = Chat(({"role": "user", "content": content},), media=(recording,))
         check_media(chat, text_model)
+    file = await run_sync(Path(path).stat)
+    scope["app"].count_body(scope, file.st_size)  # it is in memory from here on
+    recording = replace(recording, data=await run_sync(Path(path).read_bytes))
     payload = GenerationInput(
-        chat,
+        replace(chat, media=(recording,)),
         Sampling(temperature=request.temperature or 0.0),
         adapter=model.adapter,
         cache_namespace=scope["context"].cache_namespace(model.id, None),
     )
-    with TokenStream(worker_client, model.registry_name, [payload], incoming) as stream:
-        await respond(scope, send, stream, ChatTranscriptBuilder(request, stream.usage))
+    try:
+        with TokenStream(worker_client, model.registry_name, [payload], incoming) as stream:
+            await respond(scope, send, stream, ChatTranscriptBuilder(request, stream.usage))
+    except InvalidInput as error:
+        if error.param == "messages":
+            error.param = "prompt" if request.prompt else "language" if request.language else None
+        raise
