@@ -81,6 +81,7 @@ _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first number is th
 SETTING_BY_TASK = {
     "text-generation": "chat_model",
     "image-text-to-text": "chat_model",
+    "any-to-any": "chat_model",
     "automatic-speech-recognition": "transcription_model",
 }
 

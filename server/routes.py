@@ -26,9 +26,9 @@ from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
 from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
-from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
+from server.apis.openai.media import MediaLoader
 from server.apis.openai.models import (
     ANY_MODEL,
     ModelGroup,
@@ -86,7 +86,7 @@ def make_routes(
         adapters.add_configured()
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
-        shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
+        shared = settings, worker_client, chat, MediaLoader(worker_client, fetcher)
         store = open_store(settings)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
@@ -202,8 +202,8 @@ def scoring_and_speech_routes(
     if scoring := [models[kind] for kind in ("rerank", "embedding") if kind in models]:
         score = ScoringEndpoint(settings, worker_client, ModelGroup(*scoring), ScoreRequest)
         yield from (OperationRoute(operation, score) for operation in SCORE)
-    if transcribers := models.get("transcription"):
-        group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
+    if hearing := [models[kind] for kind in ("transcription", "generation") if kind in models]:
+        group, uploads = ModelGroup(*hearing), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():
             yield OperationRoute(operation, SpeechEndpoint(worker_client, group, uploads, kind))
     if speakers := models.get(SPEECH):

@@ -70,7 +70,8 @@ class FakeGenerator:
     others: OtherModels = ALONE
     hf_tokenizer: Any = None
     max_model_len = 4096
-    no_images_reason = TEXT_ONLY  # a test may empty it
+    refused_media = TEXT_ONLY  # a test may empty it
+    transcription_prompt = "Transcribe."
     compile_state: Literal["running", "done", "off"] = "off"
     stage = ""
     fallbacks: tuple[Fallback, ...] = ()

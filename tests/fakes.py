@@ -27,7 +27,8 @@ class FakeRunner:
     info = INFO
     others: OtherModels = ALONE
     max_model_len = 512
-    no_images_reason = TEXT_ONLY
+    refused_media = TEXT_ONLY
+    transcription_prompt = "Transcribe."
 
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()

@@ -18,7 +18,7 @@ from worker.device.self_check import CannotRun
 from worker.engines.generation import loading
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator, paged_engine
-from worker.messages.generation import Chat, GenerationInput, ImageInput, Stopping
+from worker.messages.generation import Chat, GenerationInput, MediaInput, Stopping
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner, StateSlots
@@ -50,8 +50,8 @@ def request(
         for part in parts
     ]
     files = [part for part in parts if isinstance(part, bytes)]
-    images = tuple(ImageInput(file, "auto", "messages[0].content") for file in files)
-    chat = Chat(({"role": "user", "content": content},), images=images)
+    images = tuple(MediaInput(file, "auto", "messages[0].content") for file in files)
+    chat = Chat(({"role": "user", "content": content},), media=images)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     payload = GenerationInput(
         chat,
@@ -82,7 +82,7 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
     options = GeneratorOptions("", max_running=max_running)
-    return paged_engine(runner, options, known.input_processor.image_preprocessor)
+    return paged_engine(runner, options, known.input_processor.media_preprocessor)
 
 
 @cache
@@ -117,12 +117,12 @@ def reference_model(model: str) -> Any:
 def forward_inputs(model: str, served: Served) -> dict[str, torch.Tensor]:
     """The arguments of the model's forward for the same prompt and images."""
     prompt = served.item.prepared[0].prepared.multimodal
-    preprocessor = loaded(model).input_processor.image_preprocessor
+    preprocessor = loaded(model).input_processor.media_preprocessor
     ids = torch.tensor([list(served.prompt)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if isinstance(prompt, MultimodalPrompt) and preprocessor:
         output = prompt.recompute().result()
-        inputs |= {**output.inputs, **preprocessor.processor.concatenate(output.image_tensors)}
+        inputs |= {**output.inputs, **output.media_inputs()}
     names = inspect.signature(reference_model(model).forward).parameters
     return {name: tensor for name, tensor in inputs.items() if name in names}
 

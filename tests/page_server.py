@@ -33,7 +33,8 @@ class LetterEmbedder(FakeRunner):
     """Returns vectors of two numbers: whether the text has an a, and whether it has a b."""
 
     max_model_len = 8
-    no_images_reason = TEXT_ONLY
+    refused_media = TEXT_ONLY
+    transcription_prompt = "Transcribe."
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = list(item.payload.inputs)

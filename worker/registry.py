@@ -8,7 +8,7 @@ also reads states and breakers. A model that is not loaded has no engine.
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from batching.request_queue import FairQueue
 from batching.step_times import StepTimes
 from worker.load_context import LoadContext, LoadProgress, LoadStopped, Memory, loading
 from worker.messages.adapters import Adapter, InvalidAdapter
+from worker.messages.generation import MediaKind
 from worker.messages.protocol import Engine, Fallback, Generator, ModelInfo, ModelState
 
 log = logging.getLogger("onequeue.worker")
@@ -52,7 +53,7 @@ class TextModelInfo:
     """What is known of a TextModel also while it is not loaded."""
 
     max_model_len: int
-    no_images_reason: str
+    refused_media: Mapping[MediaKind, str]
 
 
 class ServedModel:
@@ -155,7 +156,7 @@ class ServedModel:
                 self._loading, self.memory = None, context.memory
                 self.engine, self.info = engine, engine.info
                 if text_model := engine.text_model:
-                    limits = text_model.max_model_len, text_model.no_images_reason
+                    limits = text_model.max_model_len, text_model.refused_media
                     self.text_info = TextModelInfo(*limits)
                 self.state = "warming"
         except BaseException:

@@ -95,7 +95,7 @@ def detect_task(task: str, model: str) -> str:
 def _infer_task(config: Mapping[str, Any], model: str) -> str:
     tasks = tasks_of(config)
     if len(tasks) == 1:
-        return tasks[0]
+        return resolve_task(tasks[0])
     names = " and ".join(architectures(config)) or "not named"
     fits = unserved_reason(config) or "fits no known task: name one with --pipeline-task"
     if tasks:
@@ -124,6 +124,8 @@ def tasks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
                 return (task,) if task else ()
         if name.endswith("ForConditionalGeneration") and "vision_config" in config:
             return ("image-text-to-text",)
+        if name.endswith("ForConditionalGeneration") and "text_config" in config:
+            return ("any-to-any",)
         if name.endswith("Model"):
             is_vision = "num_channels" in config and "vocab_size" not in config
             return ("image-feature-extraction" if is_vision else "feature-extraction",)

@@ -218,7 +218,7 @@ TASKS: Mapping[str, Task] = {
 NOT_SERVED = {
     "video-classification": "its pipeline reads videos from paths and URLs only",
     "mask-generation": "its pipeline needs torchvision, which onequeue does not install",
-    "any-to-any": "its pipeline needs torchvision, which onequeue does not install",
+    "any-to-any": "its pipeline needs torchvision; serve the model with --chat-model instead",
 }
 
 CHAT_INSTEAD = "serve a chat model with text-generation instead"

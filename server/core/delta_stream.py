@@ -132,10 +132,12 @@ class UsageCounts:
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    audio: int = 0  # of the prompt
 
     def count(self, delta: Delta) -> None:
         self.prompt += delta.prompt_tokens
         self.cached += delta.cached_tokens
+        self.audio += delta.audio_tokens
         self.completion += delta.tokens
         self.reasoning += delta.reasoning_tokens
 

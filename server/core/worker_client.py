@@ -259,8 +259,8 @@ class WorkerClient:
         if is_pipeline and TASKS[task_of(self.models[item.model])].kind != "text":
             return True
         prompt = getattr(payload, "prompt", None)
-        images = prompt.images if isinstance(prompt, Chat) else getattr(payload, "assets", None)
-        return bool(images) or item.chars > LONG_CHARS
+        media = prompt.media if isinstance(prompt, Chat) else getattr(payload, "assets", None)
+        return bool(media) or item.chars > LONG_CHARS
 
     # ── in pool threads ──
 

@@ -47,7 +47,7 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
     "CHAT_MODEL, EMBEDDING_MODEL or RERANK_MODEL": ["/tokenize", "/detokenize", "/decode"],
     "PIPELINE_TASK=text-classification": ["/predict"],
     "PIPELINE_TASK=text-to-audio": ["/v1/audio/speech"],
-    "TRANSCRIPTION_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
+    "TRANSCRIPTION_MODEL or CHAT_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
 }
 SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
 

@@ -1,4 +1,4 @@
-"""Fetch images of chats by URL, from public addresses only, within limits of bytes and time.
+"""Fetch files of chats by URL, from public addresses only, within limits of bytes and time.
 
     URL → is its host allowed? → addresses → all public? → connect to one of them → redirect?
 
@@ -26,10 +26,11 @@ PORTS = {"http": 80, "https": 443}
 UNICAST = ipaddress.IPv6Network("2000::/3")
 # Metadata services of Oracle Cloud and Azure. Those of other clouds are not globally routed.
 METADATA = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("168.63.129.16"))
-MEDIA_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+BINARY = ("application/octet-stream", "binary/octet-stream")
+CONTAINERS = ("application/ogg", "video/mp4", "video/webm", "video/ogg")  # of recordings, too
+MEDIA_TYPES = {"image": ("image/", *BINARY), "audio": ("audio/", *CONTAINERS, *BINARY)}
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = [
-    ("Accept", "image/*"),
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
     ("User-Agent", "onequeue"),
@@ -41,7 +42,7 @@ class NotFetched(Exception):
 
 
 class Fetcher:
-    """`hosts`: those from which images may be fetched, or `any`; `max_bytes`: of one image."""
+    """`hosts`: those from which files may be fetched, or `any`; `max_bytes`: of one file."""
 
     def __init__(self, hosts: Iterable[str], max_bytes: int, metrics: Metrics) -> None:
         self.max_bytes, self.metrics = max_bytes, metrics
@@ -51,15 +52,17 @@ class Fetcher:
             max_keepalive_connections=0, network_backend=PublicBackend()
         )
 
-    async def fetch(self, link: str, param: str, count: Callable[[int], None]) -> bytes:
-        """Return the bytes of a URL.
+    async def fetch(
+        self, link: str, param: str, count: Callable[[int], None], kind: str = "image"
+    ) -> bytes:
+        """Return the bytes of a URL of that kind of content.
 
         `count` is called with the number of bytes of each chunk and may raise. Raises InvalidInput
-        with the reason why the image cannot be fetched."""
+        with the reason why the file cannot be fetched."""
         try:
             async with self.slots, asyncio.timeout(FETCH_S):
                 with self.metrics.fetch_seconds.time():
-                    return await self._follow(link, count)
+                    return await self._follow(link, count, kind)
         except TimeoutError:
             reason = f"was not fetched within {FETCH_S:g} seconds"
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
@@ -68,13 +71,15 @@ class Fetcher:
             reason = f"cannot be fetched: {error}"
         raise InvalidInput.at(param, reason)
 
-    async def _follow(self, link: str, count: Callable[[int], None]) -> bytes:
+    async def _follow(self, link: str, count: Callable[[int], None], kind: str) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             url = self._parse(link)
-            async with self.pool.stream("GET", str(url), headers=HEADERS) as response:
+            async with self.pool.stream(
+                "GET", str(url), headers=[("Accept", f"{kind}/*"), *HEADERS]
+            ) as response:
                 headers = httpx.Headers(response.headers)
                 if response.status not in REDIRECTS or "location" not in headers:
-                    return await self._read(response, headers, count)
+                    return await self._read(response, headers, count, kind)
                 try:
                     link = str(url.join(headers["location"]))
                 except (httpx.InvalidURL, UnicodeError):
@@ -82,14 +87,18 @@ class Fetcher:
         raise NotFetched(f"it redirects more than {MAX_REDIRECTS} times")
 
     async def _read(
-        self, response: httpcore.Response, headers: httpx.Headers, count: Callable[[int], None]
+        self,
+        response: httpcore.Response,
+        headers: httpx.Headers,
+        count: Callable[[int], None],
+        kind: str,
     ) -> bytes:
-        media = headers.get("content-type", MEDIA_TYPES[0]).strip().lower()
+        media = headers.get("content-type", BINARY[0]).strip().lower()
         length = headers.get("content-length", "0")
         if response.status != 200:
             raise NotFetched(f"its host responds with status {response.status}")
-        if not media.startswith(MEDIA_TYPES):
-            raise NotFetched(f"its content type is {media.partition(';')[0][:50]!r}, not image/…")
+        if not media.startswith(MEDIA_TYPES[kind]):
+            raise NotFetched(f"its content type is {media.partition(';')[0][:50]!r}, not {kind}/…")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise NotFetched("its host compresses the response though identity was requested")
         too_large = f"it is larger than {self.max_bytes / 1_000_000:g} MB"
@@ -108,7 +117,7 @@ class Fetcher:
         """Raise NotFetched for a URL that is not allowed, without any look-up."""
         if not self.allowed:
             raise NotFetched(
-                "this server fetches no images: send a data: URL (the operator allows URLs by the "
+                "this server fetches no files: send a data: URL (the operator allows URLs by the "
                 "setting IMAGE_FETCH=host,… or IMAGE_FETCH=any)"
             )
         try:

@@ -15,7 +15,7 @@ from tests.fake_generator import FakeGenerator
 from tests.http.test_fetch import IMAGE, replying
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
-from worker.messages.generation import Chat, ImageInput
+from worker.messages.generation import Chat, MediaInput
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()
@@ -24,7 +24,7 @@ DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()
 @pytest.fixture(scope="module")
 def generator() -> FakeGenerator:
     fake = FakeGenerator()
-    fake.no_images_reason = ""
+    fake.refused_media = {}
     return fake
 
 
@@ -72,9 +72,9 @@ def test_images_keep_their_positions_among_text(generator: FakeGenerator, server
     )
     path = "messages[1].content"
     assert generator.payloads[-1].cache_namespace
-    assert got.images == (
-        ImageInput(b"png", "low", f"{path}[1].image_url"),
-        ImageInput(b"png", "auto", f"{path}[3].image_url"),
+    assert got.media == (
+        MediaInput(b"png", "low", f"{path}[1].image_url"),
+        MediaInput(b"png", "auto", f"{path}[3].image_url"),
     )
 
 
@@ -84,8 +84,8 @@ def test_options_of_images_apply_to_each(generator: FakeGenerator, server: Serve
         "media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}, "video": {"fps": 2}},
     }
     got = chat(generator, server, user(image(), image()) | options)
-    assert {each.limits for each in got.images} == {(("max_pixels", 9),)}
-    assert {each.background for each in got.images} == {(1, 2, 3)}
+    assert {each.limits for each in got.media} == {(("max_pixels", 9),)}
+    assert {each.background for each in got.media} == {(1, 2, 3)}
     named = post(server, CHAT, user(image()) | options).headers["x-ignored-fields"]
     assert named == "media_io_kwargs.video"
     options["media_io_kwargs"]["image"]["rgba_background_color"] = [1, 2, 300]
@@ -102,13 +102,13 @@ def test_responses_accept_images_and_their_conversations_keep_them(
     got = chat(generator, server, body, RESPONSES)
     assert got.messages[0]["content"] == [text("what?"), {"type": "image"}]
     param = "input[0].content[1].image_url"
-    assert got.images == (ImageInput(b"png", "high", param),)
+    assert got.media == (MediaInput(b"png", "high", param),)
     first = post(server, RESPONSES, body).json()
     items = httpx.get(f"{server.url}{RESPONSES}/{first['id']}/input_items").json()["data"]
     assert items[0]["content"][1] == part
     more = {"input": "and now?", "previous_response_id": first["id"]}
     again = chat(generator, server, more, RESPONSES)
-    assert [image.data for image in again.images] == [b"png"]
+    assert [image.data for image in again.media] == [b"png"]
     assert again.messages[-1]["content"] == "and now?"
 
 
@@ -139,7 +139,7 @@ def test_invalid_images_are_refused(
 
 
 def test_twenty_images_are_accepted(generator: FakeGenerator, server: Server) -> None:
-    assert len(chat(generator, server, user(*[image()] * 20)).images) == 20
+    assert len(chat(generator, server, user(*[image()] * 20)).media) == 20
 
 
 def test_uploaded_files_are_not_supported(server: Server) -> None:
@@ -163,8 +163,8 @@ def test_links_are_fetched_before_the_request_is_submitted(
     with replying(IMAGE, IMAGE) as (port, _):
         link = f"http://127.0.0.1:{port}/a.png"
         got = chat(generator, server, user(image(link), image(), image(link)))
-    assert [entry.data for entry in got.images] == [b"png"] * 3
-    assert not any(entry.link for entry in got.images)
+    assert [entry.data for entry in got.media] == [b"png"] * 3
+    assert not any(entry.link for entry in got.media)
 
 
 def test_disconnect_cancels_the_fetches(server: Server) -> None:

@@ -209,11 +209,11 @@ def test_images_of_outputs_are_in_a_message_of_the_user(
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
     output = [{"type": "input_text", "text": "a"}, image]
     items = [USER, call, {"type": "function_call_output", "call_id": "1", "output": output}]
-    generator.no_images_reason, reason = "", generator.no_images_reason
+    generator.refused_media, refused = {}, generator.refused_media
     try:
         response_document(respond(server, items, tools=[LOOK]))
     finally:
-        generator.no_images_reason = reason
+        generator.refused_media = refused
     _, chat = last_chat(generator)
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "user"]
     assert chat.messages[2]["content"] == "a"

@@ -200,7 +200,7 @@ def test_search_results_are_text(server: Server, generator: FakeGenerator) -> No
 
 
 def test_images_are_translated(server: Server, generator: FakeGenerator) -> None:
-    generator.no_images_reason, data = "", base64.b64encode(b"png").decode()
+    generator.refused_media, data = {}, base64.b64encode(b"png").decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
@@ -212,12 +212,12 @@ def test_images_are_translated(server: Server, generator: FakeGenerator) -> None
     try:
         prompt = chat(server, generator, messages=messages)
     finally:
-        generator.no_images_reason = "text only"
+        generator.refused_media = {"image": "text only"}
     assert prompt.messages[0]["content"] == [{"type": "image"}]
     assert prompt.messages[2]["content"] == ""
     assert prompt.messages[3]["content"] == [{"type": "image"}, {"type": "text", "text": "say a"}]
-    assert [image.data for image in prompt.images] == [b"png", b"png"]
-    assert prompt.images[1].param.startswith("messages[2].content[0].content[0].source")
+    assert [image.data for image in prompt.media] == [b"png", b"png"]
+    assert prompt.media[1].param.startswith("messages[2].content[0].content[0].source")
 
 
 def test_the_billing_line_is_removed(server: Server, generator: FakeGenerator) -> None:

@@ -156,15 +156,15 @@ def test_answers_about_images(family: str, template: str | None, tmp_path: Path)
 
 def test_an_image_is_decoded_and_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(str(tiny_multimodal.folder("gemma3")))
-    preprocessor = engine.input_processor.image_preprocessor
+    preprocessor = engine.input_processor.media_preprocessor
     assert preprocessor
-    process, calls = preprocessor.processor.process_image, list[bytes]()
+    process, calls = preprocessor.processor.process_media, list[bytes]()
 
     def counted(image: Any, digest: bytes, *args: Any) -> Any:
         calls.append(digest)
         return process(image, digest, *args)
 
-    monkeypatch.setattr(preprocessor.processor, "process_image", counted)
+    monkeypatch.setattr(preprocessor.processor, "process_media", counted)
     questions = {f"q{n}": {"type": "noul", "instructions": f"{n}: img-1?"} for n in range(12)}
     driver = Driver(engine)
     payload = on_images(questions=questions, state="img-1 and img-1").decision_input()

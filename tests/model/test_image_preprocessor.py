@@ -18,11 +18,12 @@ from worker.engines.generation import loading
 from worker.engines.generation.loading import load_generator
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_image
-from worker.messages.generation import ImageInput
+from worker.messages.generation import MediaInput
 from worker.messages.protocol import Pending
 from worker.model.language_model import GeneratorOptions
-from worker.vision.image_preprocessor import REQUEST_PIXELS_RATIO, ImagePreprocessor
-from worker.vision.processor import ImageFeatures, Processor
+from worker.vision.decoders import REQUEST_PIXELS_RATIO, ImageDecoder
+from worker.vision.media_preprocessor import MediaPreprocessor
+from worker.vision.processor import MediaFeatures, Processor
 
 MEGAPIXEL = 1_000_000
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -50,18 +51,18 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sizes) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-def image_preprocessor(megapixels: int = 1, **options: Any) -> ImagePreprocessor:
-    return ImagePreprocessor(loaded("llava"), megapixels * MEGAPIXEL, **options)
+def media_preprocessor(megapixels: int = 1, **options: Any) -> MediaPreprocessor:
+    return MediaPreprocessor(loaded("llava"), megapixels * MEGAPIXEL, **options)
 
 
 def decoded(data: bytes, detail: str = "auto") -> Image.Image:
-    return image_preprocessor()._decode(ImageInput(data, detail, "here"), lambda: True)
+    return ImageDecoder(MEGAPIXEL).decode(MediaInput(data, detail, "here"), lambda: True)
 
 
 def rejection(*files: bytes) -> str:
-    images = [ImageInput(data, "auto", f"image {n}") for n, data in enumerate(files)]
+    images = [MediaInput(data, "auto", f"image {n}") for n, data in enumerate(files)]
     with pytest.raises(InvalidInput) as error:
-        image_preprocessor().process("<image>" * len(files), images)
+        media_preprocessor().process("<image>" * len(files), images)
     assert error.value.param == f"image {len(files) - 1}"
     return str(error.value)
 
@@ -69,7 +70,7 @@ def rejection(*files: bytes) -> str:
 def test_total_pixels_are_checked_before_any_image_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.vision.image_preprocessor.decode_image", None)
+    monkeypatch.setattr("worker.vision.decoders.decode_image", None)
     large = png_header(1000, 1000)
     message = rejection(*[large] * (REQUEST_PIXELS_RATIO + 1))
     assert f"at most {REQUEST_PIXELS_RATIO * MEGAPIXEL}" in message
@@ -79,30 +80,30 @@ def test_text_beyond_the_context_is_rejected_before_any_image_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = loaded("qwen2-vl")
-    processor = Processor(known._processor, known.image_token_id, 100)
-    preprocessor = ImagePreprocessor(processor, MEGAPIXEL)
-    monkeypatch.setattr("worker.vision.image_preprocessor.decode_image", None)
-    images = [ImageInput(file(plain(64, 64)), "auto", f"image {n}") for n in range(20)]
+    processor = Processor(known._processor, known.config, 100)
+    preprocessor = MediaPreprocessor(processor, MEGAPIXEL)
+    monkeypatch.setattr("worker.vision.decoders.decode_image", None)
+    images = [MediaInput(file(plain(64, 64)), "auto", f"image {n}") for n in range(20)]
     with pytest.raises(InvalidInput, match="fill more than the 100 tokens") as error:
-        preprocessor.process("word " * 100 + known.image_token * 20, images)
+        preprocessor.process("word " * 100 + known.modalities["image"].token * 20, images)
     assert error.value.param == "image 0"
 
 
 def test_processing_stops_at_the_first_image_beyond_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    preprocessor, processed, original = image_preprocessor(), [], Processor.process_image
+    preprocessor, processed, original = media_preprocessor(), [], Processor.process_media
     known = loaded("llava")
-    preprocessor.processor = Processor(known._processor, known.image_token_id, 20)
+    preprocessor.processor = Processor(known._processor, known.config, 20)
 
-    def process_image(
-        self: Processor, image: Image.Image, digest: bytes, low_detail: bool, param: str, *more: Any
-    ) -> ImageFeatures:
+    def process_media(
+        self: Processor, kind: Any, image: Any, digest: bytes, low: bool, param: str, *more: Any
+    ) -> MediaFeatures:
         processed.append(param)
-        return original(self, image, digest, low_detail, param, *more)
+        return original(self, kind, image, digest, low, param, *more)
 
-    monkeypatch.setattr(Processor, "process_image", process_image)
-    images = [ImageInput(png(n), "auto", f"image {n}") for n in range(5)]
+    monkeypatch.setattr(Processor, "process_media", process_media)
+    images = [MediaInput(png(n), "auto", f"image {n}") for n in range(5)]
     with pytest.raises(InvalidInput, match="fill more than the 20 tokens") as error:
         preprocessor.process("<image>" * 5, images)
     assert (processed, error.value.param) == (["image 0", "image 1"], "image 1")
@@ -111,11 +112,11 @@ def test_processing_stops_at_the_first_image_beyond_the_context(
 def test_requests_for_token_ids_process_images_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    preprocessor = image_preprocessor()
-    images = [ImageInput(file(plain()), "auto", "here")]
-    original, reading, start = Processor.process_image, threading.Semaphore(1), threading.Barrier(3)
+    preprocessor = media_preprocessor()
+    images = [MediaInput(file(plain()), "auto", "here")]
+    original, reading, start = Processor.process_media, threading.Semaphore(1), threading.Barrier(3)
 
-    def process_image(self: Processor, *args: Any) -> ImageFeatures:
+    def process_media(self: Processor, *args: Any) -> MediaFeatures:
         assert reading.acquire(blocking=False)
         try:
             return original(self, *args)
@@ -126,7 +127,7 @@ def test_requests_for_token_ids_process_images_one_at_a_time(
         start.wait()
         results.extend(preprocessor.token_ids("<image>", images) for _ in range(20))
 
-    monkeypatch.setattr(Processor, "process_image", process_image)
+    monkeypatch.setattr(Processor, "process_media", process_media)
     results: list[list[int]] = []
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -191,8 +192,8 @@ def test_low_detail_image_is_downscaled(kind: str) -> None:
 
 
 def test_requests_wait_while_tensors_of_others_fill_the_memory_limit() -> None:
-    preprocessor = image_preprocessor(max_bytes=1)
-    images = [ImageInput(file(plain()), "auto", "here")]
+    preprocessor = media_preprocessor(max_bytes=1)
+    images = [MediaInput(file(plain()), "auto", "here")]
     first = preprocessor.process("<image>", images)
     with pytest.raises(Pending) as pending, preprocessor.admit(images):
         pass
@@ -212,8 +213,8 @@ def test_requests_wait_while_tensors_of_others_fill_the_memory_limit() -> None:
 
 def test_images_of_one_request_are_decoded_at_a_time() -> None:
     """Other requests with images wait without holding a thread."""
-    preprocessor = image_preprocessor()
-    images = [ImageInput(file(plain()), "auto", "here")]
+    preprocessor = media_preprocessor()
+    images = [MediaInput(file(plain()), "auto", "here")]
     with preprocessor.admit(images):
         with pytest.raises(Pending) as pending, preprocessor.admit(images):
             pass
@@ -221,7 +222,7 @@ def test_images_of_one_request_are_decoded_at_a_time() -> None:
         pending.value.then(lambda: True, called.set)
         assert not called.is_set()
     assert called.is_set()
-    broken = [ImageInput(b"", "auto", "here")]
+    broken = [MediaInput(b"", "auto", "here")]
     with pytest.raises(InvalidInput), preprocessor.admit(broken):
         preprocessor.process("<image>", broken)
     with preprocessor.admit(images):
@@ -259,7 +260,7 @@ def test_model_whose_processor_does_not_load_serves_text(
     with pytest.raises(InvalidInput, match=reason) as rejected:
         generator.prepare(request("What is ", png(0), "here?"))
     assert "/a/path" not in str(rejected.value)
-    assert reason in generator.text_model.no_images_reason
+    assert reason in generator.text_model.refused_media["image"]
 
 
 def test_model_that_does_not_run_with_images_serves_text(
@@ -282,9 +283,11 @@ def test_model_that_does_not_run_with_images_serves_text(
 
 
 def test_the_background_of_transparent_pixels_is_the_requests() -> None:
-    data, preprocessor = file(plain(mode="RGBA", color=(0, 0, 0, 0))), image_preprocessor()
-    images = [ImageInput(data, "auto", "here"), ImageInput(data, "auto", "here", background=RED)]
-    pixels = [preprocessor._decode(image, lambda: True).getpixel((0, 0)) for image in images]
+    data = file(plain(mode="RGBA", color=(0, 0, 0, 0)))
+    images = [MediaInput(data, "auto", "here"), MediaInput(data, "auto", "here", background=RED)]
+    pixels = [
+        ImageDecoder(MEGAPIXEL).decode(image, lambda: True).getpixel((0, 0)) for image in images
+    ]
     assert pixels == [WHITE, RED]
     assert images[0].digest != images[1].digest
 
@@ -295,13 +298,13 @@ def test_limits_of_pixels_are_the_processors_own() -> None:
         GeneratorOptions(
             str(tiny_multimodal.folder("qwen2-vl")), dtype="float32", device="cpu", kv_cache_gb=0.01
         )
-    ).input_processor.image_preprocessor
+    ).input_processor.media_preprocessor
     assert processor
-    data, token = file(plain(200, 160)), processor.processor.image_token
+    data, token = file(plain(200, 160)), processor.processor.modalities["image"].token
 
-    def process(**limits: int) -> list[ImageFeatures]:
-        image = ImageInput(data, "auto", "here", limits=tuple(limits.items()))
-        return [*processor.process(token, [image]).images]
+    def process(**limits: int) -> list[MediaFeatures]:
+        image = MediaInput(data, "auto", "here", limits=tuple(limits.items()))
+        return [*processor.process(token, [image]).media]
 
     [plain_one], [small], [large] = (
         process(), process(max_pixels=600), process(min_pixels=9_000, max_pixels=20_000),
@@ -311,7 +314,7 @@ def test_limits_of_pixels_are_the_processors_own() -> None:
     with pytest.raises(InvalidInput) as refused:
         process(min_pixels=10**9)
     assert refused.value.param == "mm_processor_kwargs.min_pixels"
-    image = ImageInput(data, "auto", "here", limits=(("max_pixels", 100),))
+    image = MediaInput(data, "auto", "here", limits=(("max_pixels", 100),))
     with pytest.raises(InvalidInput) as refused:
-        image_preprocessor().process("<image>", [image])
+        media_preprocessor().process("<image>", [image])
     assert refused.value.param == "mm_processor_kwargs.max_pixels"

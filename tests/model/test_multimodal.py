@@ -35,7 +35,7 @@ from worker.backends.cpu.linear_layers import PackedLinear
 from worker.device.self_check import CannotRun
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator
-from worker.messages.generation import Constraint, ImageInput
+from worker.messages.generation import Constraint, MediaInput
 from worker.messages.protocol import IsWanted, Pending
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.decoder_hook import DecoderHook, DecoderRows
@@ -45,7 +45,7 @@ from worker.vision.encoder import ENTRY_BYTES, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.multimodal_prompt import MultimodalPrompt
-from worker.vision.processor import ImageFeatures, MultimodalItem, Processor
+from worker.vision.processor import MediaFeatures, MultimodalItem, Processor
 from worker.vision.self_check import check_multimodal
 
 FAMILIES = [name for name in tiny_multimodal.BUILDERS if name not in tiny_multimodal.UNPAGED]
@@ -132,18 +132,20 @@ def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, mode
     """It does not wait for images that are being decoded. Only new images beside it are decoded."""
     generator = engine(model)
     serve(generator, [request("What is ", TALL, "here?")])
-    encoder, processed, original = encoder_scheduler(generator).encoder, [], Processor.process_image
+    encoder, processed, original = encoder_scheduler(generator).encoder, [], Processor.process_media
     tiles_encoded = encoder.tiles_encoded
 
-    def process_image(self: Processor, image: Any, digest: bytes, *args: Any) -> ImageFeatures:
+    def process_media(
+        self: Processor, kind: Any, image: Any, digest: bytes, *args: Any
+    ) -> MediaFeatures:
         processed.append(digest)
-        return original(self, image, digest, *args)
+        return original(self, kind, image, digest, *args)
 
-    monkeypatch.setattr(Processor, "process_image", process_image)
-    assert generator.input_processor.image_preprocessor
-    assert generator.input_processor.image_preprocessor.memory_limiter.start_decoding()
+    monkeypatch.setattr(Processor, "process_media", process_media)
+    assert generator.input_processor.media_preprocessor
+    assert generator.input_processor.media_preprocessor.memory_limiter.start_decoding()
     once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
-    generator.input_processor.image_preprocessor.memory_limiter.end_decoding()
+    generator.input_processor.media_preprocessor.memory_limiter.end_decoding()
     assert (encoder.tiles_encoded, processed) == (tiles_encoded, [])
     beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
     assert len(processed) == 1
@@ -158,13 +160,13 @@ def test_cached_image_is_shared_within_a_cache_namespace_only(
     monkeypatch: pytest.MonkeyPatch, namespaces: Sequence[bytes], processes: int
 ) -> None:
     """Response times do not reveal images of other clients."""
-    generator, processed, original = engine("smolvlm"), [], Processor.process_image
+    generator, processed, original = engine("smolvlm"), [], Processor.process_media
 
-    def process_image(self: Processor, image: Any, *args: Any) -> ImageFeatures:
+    def process_media(self: Processor, image: Any, *args: Any) -> MediaFeatures:
         processed.append(image)
         return original(self, image, *args)
 
-    monkeypatch.setattr(Processor, "process_image", process_image)
+    monkeypatch.setattr(Processor, "process_media", process_media)
     encoded = []
     for namespace in namespaces:
         before = encoder_scheduler(generator).encoder.tiles_encoded
@@ -179,11 +181,11 @@ def test_image_is_decoded_once_while_its_grammar_is_compiled(
 ) -> None:
     generator, item, decoded = engine("smolvlm"), request(ONE), 0
     item.payload = replace(item.payload, constraint=Constraint("regex", "[a-c]{7}", "regex"))
-    preprocessor = generator.input_processor.image_preprocessor
+    preprocessor = generator.input_processor.media_preprocessor
     assert preprocessor
     features = preprocessor._features
 
-    def counted(image: ImageInput, digest: bytes, is_wanted: IsWanted) -> ImageFeatures:
+    def counted(image: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
         nonlocal decoded
         decoded += 1
         return features(image, digest, is_wanted)
@@ -201,7 +203,7 @@ def test_evicted_image_is_encoded_again() -> None:
     driver.add(request("What is ", TALL, "here?"))
     driver.finish()
     later = driver.add(request("Once more: ", TALL))
-    assert not any(item.has_pixels for item in prompt_of(later).processed().items)
+    assert not any(item.is_complete for item in prompt_of(later).processed().items)
     rows.max_bytes = 0
     rows.put(b"last", {}, 0)
     driver.finish()
@@ -265,17 +267,17 @@ def test_preempted_prompt_is_encoded_again_after_eviction(
     generator = engine("qwen2-vl", blocks=22)
     encoder_scheduler(generator).encoder.cache.rows.max_bytes = 0
     items = [request("One ", png(n), "or two", max_tokens=40 + n) for n in range(6)]
-    driver, original, threads = Driver(generator), Processor.process_image, set()
+    driver, original, threads = Driver(generator), Processor.process_media, set()
     served = [driver.add(item) for item in items]
 
-    def process_image(self: Processor, *args: Any) -> ImageFeatures:
+    def process_media(self: Processor, *args: Any) -> MediaFeatures:
         threads.add(threading.current_thread().name.partition("_")[0])
         return original(self, *args)
 
-    monkeypatch.setattr(Processor, "process_image", process_image)
+    monkeypatch.setattr(Processor, "process_media", process_media)
     driver.finish()
     assert driver.total("preempted")
-    assert threads == {"images"}  # never the thread that steps
+    assert threads == {"media"}  # never the thread that steps
     assert_generated("qwen2-vl", served)
 
 
@@ -328,20 +330,20 @@ CACHED = [
 
 
 @pytest.mark.parametrize(
-    ("model", "caches_images"),
+    ("model", "caches_media"),
     matrix(
         [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
         ("gemma3", True),
     ),
 )
-def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_images: bool) -> None:
+def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_media: bool) -> None:
     if model == "mllama" and tiny_multimodal.hf.__version__.startswith("5.17."):
         pytest.skip("its cache does not work with images in this version of transformers")
     generator = unpaged(model)
     runner = generator.runner
     assert isinstance(runner, MultimodalCachedRunner)
-    assert runner.caches_images
-    runner.caches_images = caches_images
+    assert runner.caches_media
+    runner.caches_media = caches_media
     items = [
         request("No picture here, but a number of words."),
         request("What is ", ONE, "here?"),
@@ -349,7 +351,7 @@ def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_imag
         request(OTHER, "this?"),
     ]
     served, _ = serve(generator, items, seed=2)
-    runner.caches_images = True
+    runner.caches_media = True
     assert_generated(model, served)
 
 
@@ -361,11 +363,11 @@ def test_wrong_steps_on_a_cache_with_images_are_refused() -> None:
         lambda module, inputs, output: output.flip(-1) if inputs[0].numel() == 1 else output
     )
     try:
-        runner._check_cached_images()
+        runner._check_cached_media()
     finally:
         hook.remove()
-    assert not runner.caches_images
-    runner.caches_images = True
+    assert not runner.caches_media
+    runner.caches_media = True
     assert "logits differ" in runner.language.fallbacks[-1].reason
 
 
@@ -415,16 +417,16 @@ def test_encoder_that_reads_the_dtype_of_a_weight_is_packed_too() -> None:
 
 
 def test_check_at_load_fails_for_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    language, image_preprocessor = (
+    language, media_preprocessor = (
         loaded("qwen2-vl").runner.language,
-        loaded("qwen2-vl").input_processor.image_preprocessor,
+        loaded("qwen2-vl").input_processor.media_preprocessor,
     )
-    assert image_preprocessor
+    assert media_preprocessor
     original = multimodal_prompt._positions
     text_positions = lambda position_ids, width: original(None, width)  # noqa: E731
     monkeypatch.setattr(multimodal_prompt, "_positions", text_positions)
     with pytest.raises(CannotRun, match="logits differ"):
-        check_multimodal(language, image_preprocessor.processor)
+        check_multimodal(language, media_preprocessor.processor)
 
 
 def test_the_hook_of_replaced_layers_is_freed() -> None:

@@ -27,7 +27,7 @@ FAMILIES = [*tiny_multimodal.BUILDERS]
 def loaded(family: str) -> Processor:
     path = str(tiny_multimodal.folder(family))
     config: Any = AutoConfig.from_pretrained(path)
-    return Processor(load_processor(path), config.image_token_id, 4000)
+    return Processor(load_processor(path), config, 4000)
 
 
 def gradient(shade: int, width: int = 80, height: int = 56) -> Image.Image:
@@ -42,13 +42,13 @@ def spans(output: ProcessorOutput) -> list[tuple[int, int]]:
 
 
 def text(processor: Processor, *words: str) -> str:
-    return processor.image_token.join(words)
+    return processor.modalities["image"].token.join(words)
 
 
 def process(
     processor: Processor, prompt: str, *images: Image.Image, low_detail: bool = False
 ) -> ProcessorOutput:
-    features = [processor.process_image(image, b"", low_detail) for image in images]
+    features = [processor.process_media("image", image, b"", low_detail) for image in images]
     return processor.process_text(prompt, features)
 
 
@@ -63,7 +63,7 @@ def test_output_equals_that_of_the_checkpoints_processor(family: str) -> None:
     )
     got = process(processor, prompt, *images)
     assert got.ids == whole.pop("input_ids")[0].tolist()
-    inputs = got.inputs | processor.concatenate(got.image_tensors)
+    inputs = got.inputs | got.media_inputs()
     for name in whole.keys() - {"attention_mask", "labels"}:
         assert torch.equal(inputs[name], whole[name]), name
 
@@ -74,7 +74,9 @@ def test_spans_cover_all_image_tokens(family: str) -> None:
     first, second = gradient(40), gradient(200, 48, 96)
     prompt = text(processor, "one", "", " two", "")
     got = process(processor, prompt, first, second, first)
-    placeholders = [n for n, token in enumerate(got.ids) if token == processor.image_token_id]
+    placeholders = [
+        n for n, token in enumerate(got.ids) if token == processor.modalities["image"].token_id
+    ]
     spanned = [n for start, stop in spans(got) for n in placeholders if start <= n < stop]
     assert spanned == placeholders
 
@@ -84,7 +86,7 @@ def test_low_detail_image_fills_fewer_tokens_where_images_are_split() -> None:
     prompt = text(processor, "a", "b")
     high = process(processor, prompt, large)
     low = process(processor, prompt, large, low_detail=True)
-    image_token_id = processor.image_token_id
+    image_token_id = processor.modalities["image"].token_id
     assert low.ids.count(image_token_id) < high.ids.count(image_token_id)
 
 
@@ -114,7 +116,7 @@ def test_placeholders_in_user_text_are_rejected() -> None:
 def test_image_that_the_processor_rejects_names_its_field() -> None:
     processor = loaded("qwen2-vl")
     with pytest.raises(InvalidInput, match="1 × 300 pixels") as error:
-        processor.process_image(gradient(1, 1, 300), b"", param="here")
+        processor.process_media("image", gradient(1, 1, 300), b"", param="here")
     assert error.value.param == "here"
 
 

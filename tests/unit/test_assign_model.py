@@ -29,6 +29,7 @@ def served(flags: dict[str, str | None]) -> dict[str, str | None]:
         ("Qwen3ForCausalLM", "chat_model"),
         ("GPT2LMHeadModel", "chat_model"),
         ("Qwen2_5_VLForConditionalGeneration", "chat_model"),
+        ("Qwen2AudioForConditionalGeneration", "chat_model"),
         ("BertForMaskedLM", "pipeline_model"),
         ("BertForSequenceClassification", "pipeline_model"),  # a cross-encoder among them
         ("Wav2Vec2ForCTC", "transcription_model"),
@@ -43,6 +44,8 @@ def test_a_model_is_assigned_by_its_architecture(
     config = {"architectures": [architecture]}
     if "VL" in architecture:
         config["vision_config"] = {}  # type: ignore[assignment]
+    if "Qwen2Audio" in architecture:
+        config |= {"audio_config": {}, "text_config": {}}  # type: ignore[dict-item]
     write_checkpoint(tmp_path, config)
     assert served(assign_model(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
 

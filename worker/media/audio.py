@@ -135,7 +135,7 @@ def check_length(source: AudioProcess, frames: int, max_s: float, param: str) ->
     many."""
     seconds, channels = frames / source.rate, source.channels
     if seconds > max_s or frames * channels > MAX_SAMPLES:
-        long = f"the audio lasts {seconds:.0f} seconds in {channels} channels"
+        long = f"the audio lasts {round(seconds, 1):g} seconds in {channels} channels"
         limit = f"at most {max_s:g} seconds and {MAX_SAMPLES} samples are accepted"
         raise InvalidInput(f"{long}; {limit}", param)
     return seconds

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from worker.messages.adapters import Adapter
-from worker.messages.generation import ImageInput
+from worker.messages.generation import MediaInput
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -65,7 +65,7 @@ class DecisionInput:
     param: str = "input"  # the field that errors about the messages name
     state: Any = None  # as a decision template reads it; None: the request has messages
     # images by their placeholders in the state and the questions
-    assets: Mapping[str, ImageInput] = field(default_factory=dict)
+    assets: Mapping[str, MediaInput] = field(default_factory=dict)
     adapter: Adapter | None = None  # None: the model as it is
     cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
 

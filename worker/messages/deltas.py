@@ -48,6 +48,7 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or token id that ended the choice
     prompt_tokens: int = 0  # once per prompt
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    audio_tokens: int = 0  # prompt tokens that stand for recordings
     ends_reasoning: bool = False  # the text before this was reasoning, without an opening delimiter
     reasoning_tokens: int = 0  # included in `tokens`
     token_ids: list[int] = field(default_factory=list)  # of `tokens`, if requested
@@ -91,4 +92,5 @@ class Delta:
         self.stop_reason = later.stop_reason
         self.prompt_tokens += later.prompt_tokens
         self.cached_tokens += later.cached_tokens
+        self.audio_tokens += later.audio_tokens
         self.token_ids += later.token_ids

@@ -1,4 +1,4 @@
-"""Messages of language models: a prompt with its images, and the options of its generation.
+"""Messages of language models: a prompt with its media, and the options of its generation.
 
 server/apis/openai parses requests into them, input_processor.py prepares them. No torch.
 """
@@ -16,20 +16,28 @@ INPUT = "input"  # the argument of a custom tool
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its images
 WHITE = (255, 255, 255)
-MAX_IMAGES = 20  # of a request's prompt
-TEXT_ONLY = "this model takes text, no images"
+TRANSCRIBE = "Write down what is said in the recording, word for word and nothing else."
+MAX_MEDIA = 20  # of a request's prompt, all kinds together
+MediaKind = Literal["image", "audio", "video"]
+NOUNS: Mapping[MediaKind, str] = {"image": "an image", "audio": "a recording", "video": "a video"}
+PLURALS: Mapping[MediaKind, str] = {"image": "images", "audio": "recordings", "video": "videos"}
+# Why a model without images refuses the kinds.
+TEXT_ONLY: Mapping[MediaKind, str] = {
+    kind: f"this model takes text, no {plural}" for kind, plural in PLURALS.items()
+}
 
 
 @dataclass(frozen=True)
-class ImageInput:
-    """An image of a chat: the bytes of a file, or a link to fetch them from."""
+class MediaInput:
+    """An image or recording of a chat: the bytes of a file, or a link to fetch them from."""
 
     data: bytes
-    detail: str  # `low` downscales the image
+    detail: str  # `low` downscales an image
     param: str  # the field that errors about it name
     link: str = ""
     limits: tuple[tuple[str, int], ...] = ()  # `min_pixels` and `max_pixels`, for the processor
     background: tuple[int, int, int] = WHITE  # of transparent pixels
+    kind: MediaKind = "image"
 
     @property
     def is_low_detail(self) -> bool:
@@ -39,12 +47,12 @@ class ImageInput:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes that identify the data and the options."""
-        options = f"{self.is_low_detail}{self.limits}{self.background}".encode()
+        options = f"{self.kind}{self.is_low_detail}{self.limits}{self.background}".encode()
         person = hashlib.blake2b(options, digest_size=16).digest()
         return hashlib.blake2b(self.data, digest_size=32, person=person).digest()
 
     def cache_key(self, cache_namespace: bytes) -> bytes:
-        """Return 32 bytes that identify the image within a cache namespace."""
+        """Return 32 bytes that identify the file within a cache namespace."""
         return hashlib.blake2b(self.digest, digest_size=32, key=cache_namespace).digest()
 
 
@@ -53,8 +61,8 @@ class Chat:
     """A conversation, which the model's chat template renders.
 
     Messages have `role` and `content` (text or None), and any other key that the template reads. A
-    content with images is a list of parts, {"type": "text", "text": …} and {"type": "image"};
-    `images` has the images of all these parts, in order.
+    content with media is a list of parts, {"type": "text", "text": …} and {"type": "image"} or
+    another kind; `media` has the files of all these parts, in order.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -63,7 +71,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     effort: str | None = None  # of the reasoning: `none`, `minimal`, `low`, …
-    images: tuple[ImageInput, ...] = ()
+    media: tuple[MediaInput, ...] = ()
     documents: tuple[Mapping[str, Any], ...] = ()  # for retrieval-augmented generation
     template: str | None = None  # instead of the model's
 

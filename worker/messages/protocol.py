@@ -16,7 +16,7 @@ from batching.request_queue import WorkItem
 from batching.step_times import StepTimes
 from worker.media.decode_limiter import RequestLimiter
 from worker.messages.adapters import Adapter
-from worker.messages.generation import Chat, SamplingDefaults
+from worker.messages.generation import Chat, MediaKind, SamplingDefaults
 
 State = Literal["loading", "warming", "ready", "dead"]  # of the worker
 # of a model; "warming" to the end of "unloading" it has an engine
@@ -154,7 +154,8 @@ class TextModel(Protocol):
 
     hf_tokenizer: Any
     max_model_len: int  # tokens, output included
-    no_images_reason: str  # why images in chats are refused; empty where they are accepted
+    refused_media: Mapping[MediaKind, str]  # by kind, why files in chats are refused
+    transcription_prompt: str  # asks for the text of a recording
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""

@@ -122,8 +122,9 @@ def attends_to_next(arguments: Mapping[str, Any]) -> Tensor:
     """
     masks = arguments.get("attention_mask")
     by_layer_type = [*masks.values()] if isinstance(masks, Mapping) else [masks]
-    flags = [mask for mask in by_layer_type if isinstance(mask, Tensor)]
     width = arguments["inputs_embeds"].shape[1]
+    flags = [mask for mask in by_layer_type if isinstance(mask, Tensor)]
+    flags = [mask for mask in flags if mask.shape != (1, width)]  # the padding, passed on
     if any(mask.shape != (width,) for mask in flags):
         raise CannotRun("it makes its attention masks itself")
     if any(not torch.equal(mask, flags[0]) for mask in flags):

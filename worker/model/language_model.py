@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,6 +23,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
 from worker.backends.cpu import linear
@@ -100,7 +104,7 @@ class GeneratorOptions(ModelOptions):
 class LanguageModel:
     """A loaded model and its tokenizer.
 
-    `folder`: the checkpoint's path, or its name on a hub. `is_multimodal`: it takes images.
+    `folder`: the checkpoint's path, or its name on a hub. `is_multimodal`: it takes media.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class LanguageModel:
         self.decision_config = DecisionConfig()
         self.reasoning = "auto"  # of GeneratorOptions, as the next
         self.default_seed: int | None = None
-        self.no_images_reason = TEXT_ONLY  # reason for refusing images, if they are refused
+        self.refused_media = TEXT_ONLY  # why media are refused, by kind
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -286,7 +290,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             on_worker(partial(torch.cuda.set_device, model.device))
             if options.deterministic:
                 use_batch_invariant_operations(model)
-        is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
+        is_multimodal = auto_class(model.config) is not AutoModelForCausalLM
         decoder = model.get_decoder() if is_multimodal else model
         attention = checked_attention(decoder, is_multimodal)
         with attention_of(decoder, attention), without_outliers(model):
@@ -313,11 +317,18 @@ def use_batch_invariant_operations(model: PreTrainedModel) -> None:
 
 
 def auto_class(config: Any) -> Any:
-    """Return transformers' auto class for a configuration with or without images."""
-    is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if not is_multimodal and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise LoadingFailed(f"it was not made to generate text: {task_hint(config.to_dict())}")
-    return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+    """Return transformers' auto class for a configuration with or without media."""
+    kind = type(config)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    # decoders with an audio encoder are listed beside models with an encoder of text
+    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise LoadingFailed(f"it was not made to generate text: {task_hint(config.to_dict())}")
 
 
 def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:

@@ -1,8 +1,8 @@
-"""The vision encoder, and a cache of its outputs.
+"""The encoder of media, and a cache of its outputs.
 
     tiles  --the model's forward, up to its decoder-->  rows: the decoder's inputs, one per token
 
-A prompt of nothing but an image's placeholders is run as far as the decoder (DecoderHook). A tile
+A prompt of nothing but an item's placeholders is run as far as the decoder (DecoderHook). A tile
 is encoded once however often it is sent. Which tile is encoded when is up to encoder_scheduler.py.
 
 `VisionEncoder` runs on the worker's thread; the caches are safe for any thread.
@@ -18,7 +18,7 @@ import torch
 
 from worker.model.decoder_hook import DecoderHook, DecoderRows, split_by_item
 from worker.model.paged_runner import PagedRunner
-from worker.vision.processor import ImageFeatures, MultimodalItem
+from worker.vision.processor import MediaFeatures, MultimodalItem
 
 MAX_FEATURES_BYTES = 16 << 20
 MAX_ROWS_BYTES = 256 << 20
@@ -60,19 +60,19 @@ class LRUCache(Generic[V]):
 
 @dataclass(eq=False)
 class EncoderCache:
-    """`features`: of images, without pixels. `rows`: encoder outputs of tiles."""
+    """`features`: of media, without inputs of the encoder. `rows`: encoder outputs of tiles."""
 
-    features: LRUCache[ImageFeatures] = field(default_factory=lambda: LRUCache(MAX_FEATURES_BYTES))
+    features: LRUCache[MediaFeatures] = field(default_factory=lambda: LRUCache(MAX_FEATURES_BYTES))
     rows: LRUCache[DecoderRows] = field(default_factory=lambda: LRUCache(MAX_ROWS_BYTES))
 
-    def get(self, digest: bytes) -> ImageFeatures | None:
-        """Return the features of an image whose tiles are all encoded."""
-        image = self.features.get(digest)
-        return image if image and all(tile.digest in self.rows for tile in image.tiles) else None
+    def get(self, digest: bytes) -> MediaFeatures | None:
+        """Return the features of an item whose tiles are all encoded."""
+        item = self.features.get(digest)
+        return item if item and all(tile.digest in self.rows for tile in item.tiles) else None
 
-    def put_features(self, image: ImageFeatures) -> None:
-        stored = image.without_pixels()
-        self.features.put(image.digest, stored, stored.nbytes)
+    def put_features(self, item: MediaFeatures) -> None:
+        stored = item.without_encoder_inputs()
+        self.features.put(item.digest, stored, stored.nbytes)
 
 
 class VisionEncoder:

@@ -1,4 +1,4 @@
-"""Which images the vision encoder runs before a step of the decoder.
+"""Which media the encoder runs before a step of the decoder.
 
     waiting prompts in order → tiles not encoded yet → one encoder run → prompts that are ready
 
@@ -24,7 +24,7 @@ from worker.vision.processor import MultimodalItem
 MAX_PROMPTS_AHEAD = 4  # waiting prompts that are encoded before they are admitted
 MAX_BATCH = 8  # tiles of a run
 MAX_CPU_NUMEL = 3 * 512 * 512  # elements of a batch on a CPU; a single tile may have more
-RECOMPUTE_WAIT_S = 0.01  # how long an otherwise idle step waits for images to be processed again
+RECOMPUTE_WAIT_S = 0.01  # how long an otherwise idle step waits for media to be processed again
 
 OnFailure = Callable[[MultimodalPrompt, BaseException], None]
 
@@ -35,7 +35,7 @@ class EncoderJob(NamedTuple):
 
 
 class EncoderScheduler:
-    """`on_failure` is called with each prompt whose images could not be encoded."""
+    """`on_failure` is called with each prompt whose media could not be encoded."""
 
     def __init__(self, encoder: VisionEncoder, on_failure: OnFailure) -> None:
         self.encoder = encoder
@@ -43,7 +43,7 @@ class EncoderScheduler:
         self._ready: dict[MultimodalPrompt, None] = {}
 
     def step(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
-        """Run the encoder at most once, and mark prompts ready whose images are all encoded."""
+        """Run the encoder at most once, and mark prompts ready whose media are all encoded."""
         prompts = dict.fromkeys(_prompts(scheduler.by_rank()))
         waiting = [prompt for prompt in list(prompts)[:MAX_PROMPTS_AHEAD] if not prompt.ready]
         jobs = [EncoderJob(prompt, item) for prompt in waiting for item in self._missing(prompt)]

@@ -1,8 +1,8 @@
-"""The runner of unpaged models with images: a prompt with images runs alone, with the model's own
+"""The runner of unpaged models with media: a prompt with media runs alone, with the model's own
 forward and transformers' cache.
 
 As for text, a check at load decides whether the cache gives right results. Without it, the whole
-prompt, images included, is recomputed for each token.
+prompt, media included, is recomputed for each token.
 """
 
 import logging
@@ -35,20 +35,20 @@ log = logging.getLogger("onequeue.cached_runner")
 
 
 class MultimodalCachedRunner(CachedRunner):
-    """`caches_images`: whether prompts with images use the cache."""
+    """`caches_media`: whether prompts with media use the cache."""
 
     def __init__(
         self, language: LanguageModel, max_model_len: int | None, processor: Processor
     ) -> None:
         super().__init__(language, max_model_len)
         self._processor = processor
-        self.caches_images = self.uses_cache
+        self.caches_media = self.uses_cache
         try:
             self._hook: DecoderHook | None = DecoderHook(self.model)
         except CannotRun:
             self._hook = None
-        if self.caches_images:
-            self._check_cached_images()
+        if self.caches_media:
+            self._check_cached_media()
 
     def _run_members(
         self, members: list[Sequence], texts: Texts, state: CacheState | None
@@ -71,10 +71,10 @@ class MultimodalCachedRunner(CachedRunner):
     def run_multimodal(
         self, prompt: MultimodalPrompt, tokens: abc.Sequence[int], state: CacheState | None
     ) -> tuple[Tensor, CacheState | None]:
-        """Run a prompt with images and the tokens generated since, as `run_texts` does for text."""
+        """Run a prompt with media and the tokens generated since, as `run_texts` does for text."""
         if state is None:
             inputs = self._whole_inputs(prompt, tokens)
-            return self.run_inputs(inputs, len(tokens), None, self.caches_images)
+            return self.run_inputs(inputs, len(tokens), None, self.caches_media)
         ids = fill_placeholders(torch.tensor([tokens[-1:]], device=self.device), self._sampled)
         positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
         last = {
@@ -84,7 +84,7 @@ class MultimodalCachedRunner(CachedRunner):
             ).items()
         }
         inputs = {**last, "input_ids": ids, "position_ids": positions}
-        return self.run_inputs(inputs, len(tokens), state, self.caches_images)
+        return self.run_inputs(inputs, len(tokens), state, self.caches_media)
 
     def _whole_inputs(
         self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]
@@ -102,18 +102,16 @@ class MultimodalCachedRunner(CachedRunner):
             name: torch.cat([tensor, *[tensor[:, -1:]] * (width - tensor.shape[1])], 1)
             for name, tensor in select_tensors(output.inputs, self.argument_names).items()
         }
-        image_inputs = select_tensors(
-            self._processor.concatenate(output.image_tensors), self.argument_names
-        )
-        inputs = {**token_inputs, **image_inputs}
+        inputs = {**token_inputs, **select_tensors(output.media_inputs(), self.argument_names)}
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         ids = fill_placeholders(torch.tensor([tokens], device=self.device), self._sampled)
-        # a generated image token stands for no image
+        # a generated placeholder stands for no item
         generated = ids[:, len(prompt.ids) :]
-        generated.masked_fill_(generated == self._processor.image_token_id, self.pad_token_id)
+        for modality in self._processor.modalities.values():
+            generated.masked_fill_(generated == modality.token_id, self.pad_token_id)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **moved}
 
-    def _check_cached_images(self) -> None:
+    def _check_cached_media(self) -> None:
         """Compare steps on the cache, with texts between them, with recomputed ones."""
         output = sample_output(self._processor)
         prompt = MultimodalPrompt.from_output(output)
@@ -131,5 +129,5 @@ class MultimodalCachedRunner(CachedRunner):
         try:
             check(partial(run, False), partial(run, True), texts, CACHED_TOLERANCE)
         except Exception as error:
-            self.caches_images = False
-            self.language.fall_back("cached images", error, "the recomputed prompt", RECOMPUTED)
+            self.caches_media = False
+            self.language.fall_back("cached media", error, "the recomputed prompt", RECOMPUTED)

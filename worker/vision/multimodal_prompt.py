@@ -1,8 +1,8 @@
-"""A prompt with images: processed in a pool thread, encoded on the worker's thread unless cached,
+"""A prompt with media: processed in a pool thread, encoded on the worker's thread unless cached,
 and reduced to its numbers once it has been prefilled. The choices of a request share it.
 
 Positions, bidirectional attention and the contents by which cached blocks are found are read from
-the model's own forward as it calls its decoder, without pixels.
+the model's own forward as it calls its decoder, without the encoder's inputs.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from batching.sequence import TokenIds
 from worker.model.decoder_hook import DecoderHook, DecoderRows, attends_to_next
 from worker.model.multimodal_batch import EncodedInputs
 from worker.vision.encoder import EncoderCache, VisionEncoder
-from worker.vision.processor import PIXEL_PREFIX, MultimodalItem, ProcessorOutput
+from worker.vision.processor import MultimodalItem, ProcessorOutput
 
 Recompute = Callable[[], Future[ProcessorOutput]]
 NEVER: Recompute = Future  # does not complete: for prompts that are encoded once
@@ -26,15 +26,16 @@ NEVER: Recompute = Future  # does not complete: for prompts that are encoded onc
 
 @dataclass(eq=False, slots=True)
 class MultimodalPrompt(EncodedInputs):
-    """`recompute` processes the request again, pixels included, in another thread: for prompts that
-    were preempted after their prefill, or whose cached images have been evicted.
-    `processor_output` is dropped once all images are encoded. `encoded`: rows by the digest of
+    """`recompute` processes the request again, encoder inputs included, in another thread: for
+    prompts that were preempted after their prefill, or whose cached features have been evicted.
+    `processor_output` is dropped once all media are encoded. `encoded`: rows by the digest of
     their tile."""
 
     recompute: Recompute = field(kw_only=True)
     processor_output: ProcessorOutput | None = field(kw_only=True)
     ids: TokenIds = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
+    audio_tokens: int = 0
     encoded: dict[bytes, DecoderRows] = field(default_factory=dict)
     recomputing: Future[ProcessorOutput] | None = None
 
@@ -47,7 +48,7 @@ class MultimodalPrompt(EncodedInputs):
         ids = TokenIds(output.ids)
         return cls(
             spans=spans, end=spans[-1][1], contents=ids, recompute=recompute, ids=ids,
-            digests=digests, processor_output=output,
+            digests=digests, processor_output=output, audio_tokens=output.placeholders("audio"),
         )  # fmt: skip
 
     def missing(self, cache: EncoderCache, limit: int) -> list[MultimodalItem]:
@@ -56,7 +57,7 @@ class MultimodalPrompt(EncodedInputs):
         if not (numbers := self.find_unencoded(cache)):
             return []
         output = self.processor_output
-        if output is None or not all(output.items[number].has_pixels for number in numbers):
+        if output is None or not all(output.items[number].is_complete for number in numbers):
             self.recomputing = self.recomputing or self.recompute()
             if not self.recomputing.done():
                 return []
@@ -75,13 +76,10 @@ class MultimodalPrompt(EncodedInputs):
         """Set `positions`, `shift`, `bidirectional_spans`, `end` and `contents`. Raises CannotRun
         if they cannot be read from the decoder's inputs."""
         output, device = self.processed(), hook.model.device
-        images = [select_tensors(tensors, hook.argument_names) for tensors in output.image_tensors]
-        joined = {
-            name: torch.cat([tensors[name] for tensors in images])
-            for name in images[0]
-            if not name.startswith(PIXEL_PREFIX)
-        }
-        inputs = {**select_tensors(output.inputs, hook.argument_names), **joined}
+        media = output.media_inputs(with_encoder_inputs=False)
+        mask = torch.ones(1, len(self.ids), dtype=torch.long)  # without it some count no positions
+        given = {**output.inputs, **media, "attention_mask": mask}
+        inputs = select_tensors(given, hook.argument_names)
         decoder_inputs = hook.capture(
             input_ids=torch.tensor([[*self.ids]], device=device),
             **{name: tensor.to(device) for name, tensor in inputs.items()},
@@ -97,7 +95,7 @@ class MultimodalPrompt(EncodedInputs):
         self.contents = self._contents()
 
     def _contents(self) -> tuple[Content, ...]:
-        """Return token ids, in images the digest of the tile instead. Tokens of a
+        """Return token ids, in media the digest of the tile instead. Tokens of a
         bidirectional span depend on all of it: there the digest of the span."""
         contents: list[Content] = [*self.ids]
         for (start, stop), digest in zip(self.spans, self.digests, strict=True):
@@ -108,12 +106,12 @@ class MultimodalPrompt(EncodedInputs):
         return (*contents,)
 
     def mark_ready(self, encoder: VisionEncoder) -> None:
-        """Let the scheduler admit the prompt: all its images are encoded. Raises CannotRun as
+        """Let the scheduler admit the prompt: all its media are encoded. Raises CannotRun as
         `compute_positions` does."""
         if self.positions is None:
             self.compute_positions(encoder.hook)
-        for image in self.processor_output.images if self.processor_output else ():
-            encoder.cache.put_features(image)
+        for features in self.processor_output.media if self.processor_output else ():
+            encoder.cache.put_features(features)
         self.rows = [self.encoded[digest] for digest in self.digests]
         self.processor_output, self.encoded, self.ready = None, {}, True
 
@@ -122,7 +120,7 @@ class MultimodalPrompt(EncodedInputs):
         self.rows, self.ready = (), False
 
     def processed(self) -> ProcessorOutput:
-        """Return the processor's output, which is there until all images are encoded."""
+        """Return the processor's output, which is there until all media are encoded."""
         assert self.processor_output
         return self.processor_output
 

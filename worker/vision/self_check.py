@@ -1,15 +1,17 @@
-"""Checks at load whether a multimodal model's images are computed correctly.
+"""Checks at load whether a multimodal model's images and sound are computed correctly.
 
-A prompt with two images and one without run through paged steps in chunks, and are compared with
-the model's own forward over the whole prompt. Where logits differ, or the forward does not pass its
-decoder the needed inputs, the model runs with transformers' cache, if its own forward takes images
-at all.
+A prompt with two of each kind and one without run through paged steps in chunks, and are compared
+with the model's own forward over the whole prompt. Where logits differ, or the forward does not
+pass its decoder the needed inputs, the model runs with transformers' cache. A kind of media that
+its own forward does not take is refused.
 """
 
 import inspect
 import logging
 from array import array
 from collections import abc
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,22 +24,25 @@ from batching.sequence import Batch, Chunk, Sequence
 from batching.state_pool import StatePool
 from worker.device.self_check import attention_of
 from worker.error_classification import failure_of, first_line
+from worker.messages.generation import PLURALS, MediaKind
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
 from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.encoder import EncoderCache, VisionEncoder
+from worker.vision.modality import Modality
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
-from worker.vision.processor import Processor, ProcessorOutput
+from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
 
 log = logging.getLogger("onequeue.generation")
 
-SAMPLE_TEXT = "A picture, {0} another one, {0} and what is to be seen in them."
+SAMPLE_TEXT = "Here is {0} and what is to be seen and heard in it."
 SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
+SAMPLE_SECONDS = 1.3, 0.6
 
 
 def check_multimodal(language: LanguageModel, processor: Processor) -> None:
-    """Raise CannotRun unless paged steps with images give the model's own logits."""
+    """Raise CannotRun unless paged steps with media give the model's own logits."""
     output = sample_output(processor)
     [text_ids] = language.random_prompts([2 * BLOCK])
 
@@ -81,28 +86,48 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
     reference.check([torch.cat(part) for part in parts.values()], language.tolerance)
 
 
-def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> bool:
-    """Return whether the model's own forward takes images. If not, log the reason and set
-    `language.no_images_reason`: the model serves text."""
-    try:
-        reference_logits(language, processor, sample_output(processor))
-    except Exception as error:
-        if isinstance(failure_of(error), DeviceLost):
-            raise
-        log.warning("images are refused, the model does not run with them: %s", first_line(error))
-        language.no_images_reason = "this model does not run with images here; see the server's log"
-        return False
-    return True
+def refuse_failing(language: LanguageModel, processor: Processor) -> None:
+    """Refuse the kinds of media that the model's own forward does not take: log the reason, set
+    `language.refused_media` and remove them from the processor's modalities."""
+    for kind in [*processor.modalities]:
+        try:
+            reference_logits(language, processor, sample_output(processor, [kind]))
+        except Exception as error:
+            if isinstance(failure_of(error), DeviceLost):
+                raise
+            refuse(language, kind, f"the model does not run with them: {first_line(error)}")
+            del processor.modalities[kind]
 
 
-def sample_output(processor: Processor) -> ProcessorOutput:
-    """Return a processed prompt with two small images of noise."""
+def refuse(language: LanguageModel, kind: MediaKind, why: str) -> None:
+    """Log why a kind of media is refused. Clients are told where to look."""
+    log.warning("%s are refused, %s", PLURALS[kind], why)
+    reason = f"this model does not run with {PLURALS[kind]} here; see the server's log"
+    language.refused_media = {**language.refused_media, kind: reason}
+
+
+def sample_output(processor: Processor, kinds: Iterable[MediaKind] = ()) -> ProcessorOutput:
+    """Return a processed prompt with two small items of noise of each kind; of one of each, where
+    the processor takes no more."""
+    media: list[MediaFeatures] = []
+    for kind in kinds or processor.modalities:
+        modality = processor.modalities[kind]
+        for number, item in enumerate(_noise(modality)[: modality.max_items]):
+            digest = f"{kind}{number}".encode()
+            media.append(processor.process_media(kind, item, digest, low_detail=True))
+    tokens = [features.modality.token for features in media]
+    return processor.process_text(SAMPLE_TEXT.format(", another ".join(tokens)), media)
+
+
+def _noise(modality: Modality) -> list[Any]:
     noise = np.random.default_rng(0)
-    images = []
-    for number, (width, height) in enumerate(SAMPLE_SIZES):
-        image = Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
-        images.append(processor.process_image(image, bytes([number]), low_detail=True))
-    return processor.process_text(SAMPLE_TEXT.format(processor.image_token), images)
+    if modality.kind == "image":
+        return [
+            Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
+            for width, height in SAMPLE_SIZES
+        ]
+    counts = [int(seconds * modality.sampling_rate) for seconds in SAMPLE_SECONDS]
+    return [noise.normal(0, 0.1, count).astype(np.float32) for count in counts]
 
 
 @torch.inference_mode()
@@ -111,8 +136,9 @@ def reference_logits(
 ) -> Tensor:
     """Return logits [T, V] of the model's own forward."""
     names = inspect.signature(language.model.forward).parameters
-    images = processor.concatenate(output.image_tensors) if output.images else {}
-    tensors = select_tensors({**output.inputs, **images}, names)
+    mask = torch.ones(1, len(output.ids), dtype=torch.long)  # without it some count no positions
+    given = {**output.inputs, **output.media_inputs(), "attention_mask": mask}
+    tensors = select_tensors(given, names)
     inputs = {name: tensor.to(language.device) for name, tensor in tensors.items()}
     ids = torch.tensor([output.ids], device=language.device)
     logits: Tensor = language.model(input_ids=ids, **inputs, use_cache=False).logits[0]

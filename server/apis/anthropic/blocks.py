@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import image_input
+from server.apis.openai.media import url_input
 from server.apis.openai.request_fields import NON_EMPTY
 from server.core.sealing import unseal
 from server.http.json import Document
-from worker.messages.generation import MAX_IMAGES, ImageInput
+from worker.messages.generation import MAX_MEDIA, MediaInput
 
 BILLING_LINE = "x-anthropic-billing-header:"  # Claude Code changes it with each request
 
@@ -39,16 +39,16 @@ class Base64Source(Struct, tag_field="type", tag="base64"):
     media_type: str
     data: str
 
-    def image_input(self, path: str) -> ImageInput:
+    def image_input(self, path: str) -> MediaInput:
         url = f"data:{self.media_type};base64,{self.data}"
-        return image_input(url, None, f"{path}.data")
+        return url_input(url, None, f"{path}.data")
 
 
 class UrlSource(Struct, tag_field="type", tag="url"):
     url: str
 
-    def image_input(self, path: str) -> ImageInput:
-        return image_input(self.url, None, f"{path}.url")
+    def image_input(self, path: str) -> MediaInput:
+        return url_input(self.url, None, f"{path}.url")
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):
@@ -140,7 +140,7 @@ System = str | list[TextOnlyBlock]
 
 def to_template_messages(
     system: System | None, messages: Sequence[InputMessage]
-) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
+) -> tuple[tuple[Document, ...], tuple[MediaInput, ...]]:
     """Return the messages of the chat template, and their images. InvalidInput for the result of an
     unknown call, or too many images."""
     conversion = Conversion()
@@ -157,7 +157,7 @@ class Conversion:
 
     def __init__(self) -> None:
         self.messages: list[Document] = []
-        self.images: list[ImageInput] = []
+        self.images: list[MediaInput] = []
         self._functions: dict[str, str] = {}
 
     def add(self, message: InputMessage, path: str) -> None:
@@ -221,8 +221,8 @@ class Conversion:
     def _part(self, block: ContentBlock, path: str) -> Document:
         if not isinstance(block, ImageBlock):
             return {"type": "text", "text": block.read_text()}
-        if len(self.images) == MAX_IMAGES:
-            raise InvalidInput.at(path, f"a request takes at most {MAX_IMAGES} images")
+        if len(self.images) == MAX_MEDIA:
+            raise InvalidInput.at(path, f"a request takes at most {MAX_MEDIA} images")
         self.images.append(block.source.image_input(f"{path}.source"))
         return {"type": "image"}
 

@@ -119,7 +119,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
             add_generation_prompt=not is_prefilled,
             continue_final_message=is_prefilled,
             effort=effort,
-            images=images,
+            media=images,
         )
         self.stop = self.stop_sequences
         return self._input(

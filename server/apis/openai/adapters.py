@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from batching.errors import InvalidInput, NotReady
 from batching.request_queue import WorkItem
-from server.apis.openai.images import while_connected
+from server.apis.openai.media import while_connected
 from server.apis.openai.models import AdaptedModel, ModelGroup, NamedModel
 from server.apis.openai.request_fields import convert_body
 from server.core.settings import SERVED_NAME, Settings, SettingsError, parse_adapters

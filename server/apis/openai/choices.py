@@ -120,6 +120,6 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
             usage.prompt,
             usage.completion,
             usage.prompt + usage.completion,
-            PromptTokensDetails(usage.cached),
+            PromptTokensDetails(usage.cached, usage.audio or UNSET),
             CompletionTokensDetails(usage.reasoning),
         )

@@ -20,7 +20,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
-from server.apis.openai.images import ImageLoader, check_images
+from server.apis.openai.media import MediaLoader, check_media
 from server.apis.openai.models import ModelGroup, NamedModel, UnknownModel
 from server.apis.openai.request_fields import GenerationRequest
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
@@ -235,7 +235,7 @@ P = TypeVar("P", bound=ParsedRequest)
 class GenerationEndpoint(BodyEndpoint[P]):
     """An endpoint of the language model."""
 
-    images: ImageLoader
+    images: MediaLoader
 
     def model_of(self, request: P) -> NamedModel:
         return self.models.find(request.body.model)
@@ -249,9 +249,9 @@ class GenerationEndpoint(BodyEndpoint[P]):
         and the errors of fetching."""
         request = await super().read(incoming, body)
         chat = request.inputs[0].prompt  # a chat is the only input of its request
-        if not (isinstance(chat, Chat) and chat.images):
+        if not (isinstance(chat, Chat) and chat.media):
             return request
-        check_images(chat, self.model_of(request).text_info)
+        check_media(chat, self.model_of(request).text_info)
         chat = await self.images.load(incoming, chat)
         return replace(request, inputs=[replace(request.inputs[0], prompt=chat)])
 

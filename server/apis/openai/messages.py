@@ -1,25 +1,27 @@
 """The messages of a conversation: as clients send them, and as chat templates read them.
 
 The items of the Responses API are converted to these messages. Text parts are joined by line
-breaks, as in vLLM; in a message with images they stay parts.
+breaks, as in vLLM; in a message with media they stay parts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import ImageUrl, image_input
+from server.apis.openai.media import AudioData, AudioUrl, ImageUrl, url_input
 from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
-from worker.messages.generation import INPUT, MAX_IMAGES, Chat, ImageInput
+from worker.messages.generation import INPUT, MAX_MEDIA, Chat, MediaInput, MediaKind
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
 THINKING = "thinking"
 IMAGE = "image_url"
-PARTS = (*TEXTS, THINKING, IMAGE)
+# The kinds of the parts that have media.
+MEDIA: Mapping[str, MediaKind] = {IMAGE: "image", "input_audio": "audio", "audio_url": "audio"}
+PARTS = (*TEXTS, THINKING, *MEDIA)
 
 
 def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
@@ -31,7 +33,11 @@ def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
 # Which fields a part or a message requires, for the OpenAPI document.
 PART_FIELDS = any_of(
     *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in (*TEXTS, THINKING)),
-    ({"type": {"const": IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
+    *(
+        ({"type": {"const": kind}, kind: {"type": ["object", "string"]}}, [kind])
+        for kind in (IMAGE, "audio_url")
+    ),
+    ({"type": {"const": "input_audio"}, "input_audio": {"type": "object"}}, ["input_audio"]),
 )
 CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
 CALL_FIELDS = any_of(
@@ -46,7 +52,7 @@ MESSAGE_FIELDS = any_of(
 
 
 class TextPart(Struct):
-    """A part of a message, in either API. Other types than text and images are refused."""
+    """A part of a message, in either API. Other types than text and media are refused."""
 
     type: str
     text: str | None = None
@@ -66,13 +72,17 @@ class ContentPart(TextPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     image_url: ImageUrl | str | None = None
     thinking: str | None = None
+    input_audio: AudioData | None = None
+    audio_url: AudioUrl | str | None = None
 
-    def image_input(self, path: str) -> ImageInput:
-        image: ImageUrl | str | None = self.image_url
-        if isinstance(image, str):
-            return image_input(image, None, f"{path}.{IMAGE}")
-        image = required(image, f"{path}.{IMAGE}")
-        return image_input(image.url, image.detail, f"{path}.{IMAGE}")
+    def media_input(self, path: str) -> MediaInput:
+        path = f"{path}.{self.type}"
+        value: Any = required(getattr(self, self.type), path)
+        if isinstance(value, AudioData):
+            return value.media_input(path)
+        url = value if isinstance(value, str) else value.url
+        detail = value.detail if isinstance(value, ImageUrl) else None
+        return url_input(url, detail, path, MEDIA[self.type])
 
 
 class CalledFunction(Struct):
@@ -113,13 +123,13 @@ class Message(Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for reasoning_content
 
-    def to_template(self, path: str) -> tuple[Document, list[ImageInput]]:
-        """Return the message in the chat template's form, and its images. `path` is for errors."""
+    def to_template(self, path: str) -> tuple[Document, list[MediaInput]]:
+        """Return the message in the chat template's form, and its media. `path` is for errors."""
         content: str | list[Document] | None = None
-        images: list[ImageInput] = []
+        media: list[MediaInput] = []
         thoughts = ""
         if isinstance(self.content, list) and self.content:
-            content, images, thoughts = self._parts(self.content, path)
+            content, media, thoughts = self._parts(self.content, path)
         elif isinstance(self.content, str):
             content = self.content
         elif self.role == "assistant" and self.content is None:
@@ -142,32 +152,32 @@ class Message(Struct):
                 call.to_template(f"{path}.tool_calls[{n}]")
                 for n, call in enumerate(self.tool_calls)
             ]
-        return {"role": role, "content": content, **optional}, images
+        return {"role": role, "content": content, **optional}, media
 
     def _parts(
         self, parts: list[ContentPart], path: str
-    ) -> tuple[str | list[Document], list[ImageInput], str]:
-        """Return the content as text, or as parts if there are images; the images; the thoughts of
+    ) -> tuple[str | list[Document], list[MediaInput], str]:
+        """Return the content as text, or as parts if there are media; the media; the thoughts of
         an assistant."""
         documents: list[Document] = []
-        images: list[ImageInput] = []
+        media: list[MediaInput] = []
         thoughts: list[str] = []
         for n, part in enumerate(parts):
             part_path = f"{path}.content[{n}]"
             if part.type == THINKING and self.role == "assistant":
                 thoughts.append(required(part.thinking, f"{part_path}.{THINKING}"))
                 continue
-            if part.type != IMAGE:
+            if part.type not in MEDIA:
                 documents.append({"type": "text", "text": part.read(part_path, TEXTS)})
                 continue
             if self.role != "user":
-                reason = "images are for messages of the user only"
+                reason = "images and recordings are for messages of the user only"
                 raise InvalidInput.at(f"{part_path}.type", reason)
-            documents.append({"type": "image"})
-            images.append(part.image_input(part_path))
+            documents.append({"type": MEDIA[part.type]})
+            media.append(part.media_input(part_path))
         reasoning = "\n".join(thoughts)
-        if images:
-            return documents, images, reasoning
+        if media:
+            return documents, media, reasoning
         return "\n".join(part["text"] for part in documents), [], reasoning
 
 
@@ -193,7 +203,7 @@ def conversation(
     """Return the input of the chat template. `context`: documents for it. `template`: instead of
     the model's. Raises InvalidInput for an invalid message."""
     add_prompt = options.add_generation_prompt
-    documents, images = to_template_messages(
+    documents, media = to_template_messages(
         (f"messages[{n}]", message) for n, message in enumerate(messages)
     )
     return Chat(
@@ -203,7 +213,7 @@ def conversation(
         not options.continue_final_message if add_prompt is None else add_prompt,
         bool(options.continue_final_message),
         effort,
-        images=images,
+        media=media,
         documents=tuple(context or ()),
         template=template,
     )
@@ -211,14 +221,15 @@ def conversation(
 
 def to_template_messages(
     messages: Iterable[tuple[str, Message]],
-) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
-    """Return messages in the chat template's form, and their images. A message has its path."""
+) -> tuple[tuple[Document, ...], tuple[MediaInput, ...]]:
+    """Return messages in the chat template's form, and their media. A message has its path."""
     documents: list[Document] = []
-    images: list[ImageInput] = []
+    media: list[MediaInput] = []
     for path, message in messages:
-        document, message_images = message.to_template(path)
+        document, message_media = message.to_template(path)
         documents.append(document)
-        images += message_images
-        if len(images) > MAX_IMAGES:
-            raise InvalidInput.at(path, f"a request takes at most {MAX_IMAGES} images")
-    return tuple(documents), tuple(images)
+        media += message_media
+        if len(media) > MAX_MEDIA:
+            limit = f"a request takes at most {MAX_MEDIA} images and recordings"
+            raise InvalidInput.at(path, limit)
+    return tuple(documents), tuple(media)

@@ -31,7 +31,7 @@ from server.http.request import read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
 from worker.load_context import LoadProgress
 from worker.messages.adapters import Adapter
-from worker.messages.generation import SamplingDefaults
+from worker.messages.generation import PLURALS, SamplingDefaults
 from worker.messages.protocol import TextModel
 from worker.registry import ServedModel, TextModelInfo
 from worker.task_detection import split_file
@@ -45,13 +45,14 @@ KIND_TASKS = {
     "rerank": ["text-ranking"],
     "transcription": ["automatic-speech-recognition"],
 }
-MODALITIES: dict[str, list[Literal["text", "image", "audio"]]] = {
+Modality = Literal["text", "image", "audio", "video"]
+MODALITIES: dict[str, list[Modality]] = {
     "text": ["text"], "json": ["text"], "image": ["image"], "audio": ["audio"],
 }  # fmt: skip
 
 
 # The limits of a model that has not been loaded yet: its `prepare` has its own.
-NOT_LOADED = TextModelInfo(max_model_len=1 << 20, no_images_reason="")
+NOT_LOADED = TextModelInfo(max_model_len=1 << 20, refused_media={})
 
 
 class LoadRequest(Struct):
@@ -97,7 +98,7 @@ class Model(Struct):
     serves: str  # `kind` of NamedModel
     status: ModelStatus
     tasks: list[str]
-    input_modalities: list[Literal["text", "image", "audio"]]
+    input_modalities: list[Modality]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
     sampling_defaults: SamplingDefaults | UnsetType = UNSET  # of a loaded language model
@@ -234,7 +235,7 @@ class NamedModel:
             model.mask_token = self.served.info.mask
         if self.kind in ("transcription", "pipeline") or (info := self.text_info) is NOT_LOADED:
             return model
-        model.input_modalities += [] if info.no_images_reason else ["image"]
+        model.input_modalities += [kind for kind in PLURALS if kind not in info.refused_media]
         model.max_model_len = model.context_length = info.max_model_len
         return model
 

@@ -34,7 +34,7 @@ from worker.messages.generation import (
     Chat,
     Constraint,
     GenerationInput,
-    ImageInput,
+    MediaInput,
     Sampling,
     Stopping,
 )
@@ -300,8 +300,8 @@ class GenerationRequest(Struct, kw_only=True):
         if size is not None:
             config["no_repeat_ngram_size"] = size
         limits = config.get("max_new_tokens"), config.get("max_length")
-        if isinstance(prompt, Chat) and prompt.images:
-            prompt = replace(prompt, images=tuple(map(self._with_options, prompt.images)))
+        if isinstance(prompt, Chat) and prompt.media:
+            prompt = replace(prompt, media=tuple(map(self._with_options, prompt.media)))
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -344,7 +344,7 @@ class GenerationRequest(Struct, kw_only=True):
             **fields,
         )
 
-    def _with_options(self, image: ImageInput) -> ImageInput:
+    def _with_options(self, image: MediaInput) -> MediaInput:
         """Return an image with the options of all images of the request."""
         pixels, media = self.mm_processor_kwargs or PixelLimits(), self.media_io_kwargs
         limits = tuple(

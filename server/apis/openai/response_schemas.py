@@ -28,6 +28,7 @@ def encode_now(struct: T) -> T:
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
+    audio_tokens: int | UnsetType = UNSET  # of a prompt with recordings
 
 
 class CompletionTokensDetails(Struct):
@@ -452,14 +453,21 @@ class Scores(Struct):
 # ── audio ──
 
 
-class Duration(Struct):
-    type: Literal["duration"]
+class Duration(Struct, tag_field="type", tag="duration"):
     seconds: float
+
+
+class TranscribedTokens(Struct, tag_field="type", tag="tokens"):
+    """The usage of a chat model."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
 
 
 class Transcription(Struct):
     text: str
-    usage: Duration
+    usage: Duration | TranscribedTokens
     logprobs: list[ScoredToken] | UnsetType = UNSET
 
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.apis.openai.chat import ChatCompletions, ChatRequest
 from server.apis.openai.endpoint import BodyEndpoint, GenerationEndpoint
-from server.apis.openai.images import check_images
+from server.apis.openai.media import check_media
 from server.apis.openai.messages import Messages, conversation
 from server.apis.openai.models import ModelGroup
 from server.apis.openai.request_fields import TokenId, decode, read_inputs
@@ -65,8 +65,8 @@ class TokenizeRequest(Struct):
         if self.messages is None:
             return self.prompt or ""
         chat = conversation(self, self.messages, self.tools)
-        check_images(chat, model)
-        for image in chat.images:
+        check_media(chat, model)
+        for image in chat.media:
             if image.link:
                 raise InvalidInput.at(image.param, "must be a data: URL; links are not fetched")
         return chat
@@ -204,7 +204,7 @@ class PromptEndpoint:
         chat = request.inputs[0].prompt
 
         def respond(model: TextModel) -> Struct:
-            check_images(chat, model)
+            check_media(chat, model)
             return self.result(model.render(chat) if self.renders else len(model.encode(chat)))
 
         async with self.endpoint.model_of(request).loaded(incoming) as model:

@@ -77,10 +77,10 @@ class Chat {
     });
   }
 
-  // Shows whether the chosen model takes images, and its sampling parameters.
+  // Shows which files the chosen model takes, and its sampling parameters.
   showModel() {
     const model = this.models.find(({ id }) => id === this.settings.model.value);
-    this.composer.takeImages(model?.input_modalities?.includes("image") ?? false);
+    this.composer.take(model?.input_modalities ?? []);
     const { configured, ...defaults } = model?.sampling_defaults ?? {};
     this.sampling = configured === false ? SAMPLING : {};
     for (const name of Object.keys(SAMPLING)) {

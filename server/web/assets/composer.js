@@ -1,15 +1,16 @@
-// The message being written: its text and images, as the content of an API message.
+// The message being written: its text, images and recordings, as the content of an API message.
 
 import { button, element, find, setUpText } from "./dom.js";
 import { dataUrl, fileNameOf, receiveFiles } from "./files.js";
 
-const MAX_IMAGES = 20; // of a request, as on the server
-const MAX_IMAGE_BYTES = 20e6;
+const MAX_FILES = 20; // of a request, as on the server
+const MAX_FILE_BYTES = 20e6;
+const PLURALS = { image: "images", audio: "recordings" };
 
 export class Composer {
   constructor(form) {
     this.form = form;
-    this.images = []; // data: URLs
+    this.files = []; // data: URLs
     this.text = find("textarea", form);
     this.chooser = find("input[type=file]", form);
     this.fit = setUpText(this.text);
@@ -18,28 +19,31 @@ export class Composer {
       this.chooser.value = "";
     };
     receiveFiles(form, files => this.attach(files));
-    this.takeImages(false);
+    this.take([]);
   }
 
-  takeImages(takesImages) {
-    this.takesImages = takesImages;
-    this.chooser.parentElement.hidden = !takesImages;
+  // Takes files of the model's modalities, as far as it has such kinds.
+  take(modalities) {
+    this.kinds = modalities.filter(kind => kind in PLURALS);
+    this.chooser.accept = this.kinds.map(kind => `${kind}/*`).join();
+    this.chooser.parentElement.hidden = !this.kinds.length;
   }
 
   async attach(files) {
-    const fit = files.filter(({ type, size }) => type.startsWith("image/") && size <= MAX_IMAGE_BYTES)
-      .slice(0, this.takesImages ? MAX_IMAGES - this.images.length : 0);
-    const reason = this.takesImages ? `Only images can be attached, ${MAX_IMAGES} of at most 20 MB each.` : "This model takes no images.";
+    const fit = files.filter(({ type, size }) => this.kinds.includes(type.split("/")[0]) && size <= MAX_FILE_BYTES)
+      .slice(0, MAX_FILES - this.files.length);
+    const plurals = this.kinds.map(kind => PLURALS[kind]).join(" and ");
+    const reason = plurals ? `Only ${plurals} can be attached, ${MAX_FILES} of at most 20 MB each.` : "This model takes no files.";
     find(".notice", this.form).textContent = fit.length < files.length ? reason : "";
-    this.images.push(...await Promise.all(fit.map(dataUrl)));
-    this.showImages();
+    this.files.push(...await Promise.all(fit.map(dataUrl)));
+    this.showFiles();
     this.text.focus();
   }
 
-  showImages() {
-    find(".attached", this.form).replaceChildren(...this.images.map((url, n) => button([element("img", { src: url, alt: "" }), "×"], () => {
-      this.images.splice(n, 1);
-      this.showImages();
+  showFiles() {
+    find(".attached", this.form).replaceChildren(...this.files.map((url, n) => button([isSound(url) ? fileNameOf(url) : element("img", { src: url, alt: "" }), "×"], () => {
+      this.files.splice(n, 1);
+      this.showFiles();
       this.text.focus();
     }, { "aria-label": `Remove ${fileNameOf(url)}` })));
   }
@@ -47,13 +51,13 @@ export class Composer {
   // Returns the content; an empty string if there is none.
   read() {
     const text = this.text.value.trim();
-    if (!this.images.length) return text;
-    const parts = this.images.map(url => ({ type: "image_url", image_url: { url } }));
+    if (!this.files.length) return text;
+    const parts = this.files.map(url => isSound(url) ? { type: "audio_url", audio_url: { url } } : { type: "image_url", image_url: { url } });
     return text ? [...parts, { type: "text", text }] : parts;
   }
 
   write(content) {
-    this.images = [];
+    this.files = [];
     this.text.value = "";
     find(".notice", this.form).textContent = "";
     this.putBack(content);
@@ -61,9 +65,9 @@ export class Composer {
 
   // Puts a content before what has been written since.
   putBack(content) {
-    this.images.unshift(...imagesOf(content));
+    this.files.unshift(...filesOf(content));
     this.text.value = [textOf(content), this.text.value].filter(Boolean).join("\n");
-    this.showImages();
+    this.showFiles();
     this.fit();
   }
 }
@@ -72,6 +76,10 @@ export function textOf(content) {
   return typeof content === "string" ? content : content?.find(({ type }) => type === "text")?.text ?? "";
 }
 
-export function imagesOf(content) {
-  return Array.isArray(content) ? content.flatMap(part => part.image_url?.url ?? []) : [];
+export function filesOf(content) {
+  return Array.isArray(content) ? content.flatMap(part => (part.image_url ?? part.audio_url)?.url ?? []) : [];
+}
+
+export function isSound(url) {
+  return url.startsWith("data:audio/");
 }

@@ -49,7 +49,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
     reads_last_state = True  # and no other one
     # of input processors
     eos_token_ids: Sequence[int] = ()
-    image_preprocessor = None
+    media_preprocessor = None
 
     def __init__(
         self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
@@ -58,7 +58,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self.tokenizer, self.hf_tokenizer = tokenizer, tokenizer.tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
-        self.no_images_reason = TEXT_ONLY
+        self.refused_media, self.transcription_prompt = TEXT_ONLY, ""
         self.encode, self.render = tokenizer.encode, tokenizer.render
         self.decode, self.token = tokenizer.decode, tokenizer.token
 

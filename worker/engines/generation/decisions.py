@@ -35,12 +35,12 @@ from batching.sequence import Chunk, PrefixedTokens, TokenIds
 from worker.decision_config import DecisionConfig, UnusableDecisionConfig
 from worker.engines.generation.output import PromptOutput
 from worker.messages.decisions import LETTERS, NOUL_OPTIONS, YES_NO, DecisionInput, Question
-from worker.messages.generation import MAX_IMAGES, Chat
+from worker.messages.generation import MAX_MEDIA, Chat
 from worker.model.sampler import SampledToken
 from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.long_text import TokenLimit, tokenizing
-from worker.vision.image_preprocessor import ImagePreprocessor
+from worker.vision.media_preprocessor import MediaPreprocessor
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import ProcessorOutput
 
@@ -123,7 +123,7 @@ class Decisions:
         max_model_len: int,
         token_limit: TokenLimit,
         config: DecisionConfig,
-        preprocessor: ImagePreprocessor | None,
+        preprocessor: MediaPreprocessor | None,
     ) -> None:
         self._tokenizer: Any = tokenizer  # calls of it are not annotated
         self._encode = partial(encode, tokenizer)
@@ -191,7 +191,7 @@ class Decisions:
         if not (request.assets and self._preprocessor):
             return None
         images, namespace = [*request.assets.values()], request.cache_namespace
-        text = self._preprocessor.processor.image_token * len(images)
+        text = self._preprocessor.processor.modalities["image"].token * len(images)
         with self._preprocessor.admit(images, namespace):
             return self._preprocessor.process(text, images, namespace, lambda: item.open)
 
@@ -260,7 +260,7 @@ class Decisions:
                     "it or the state has special tokens, which texts beside images may not have"
                 )
                 raise InvalidInput.at(question.param, reason)
-            features = dict(zip(request.assets, processed.images, strict=True))
+            features = dict(zip(request.assets, processed.media, strict=True))
             shown = [features[name] for name in names]
             output = self._preprocessor.processor.process_text(text, shown)
             # the memory limiter counts the images until no prompt has them
@@ -348,7 +348,7 @@ def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...
 def insert_images(value: Any, assets: Collection[str], names: list[str]) -> Any:
     """Replace each text that has placeholders, in lists and mappings, by a list of parts, as in a
     Chat. The placeholders of all parts are added to `names`, in order. Raises InvalidInput for more
-    than MAX_IMAGES."""
+    than MAX_MEDIA."""
     if not assets:
         return value
     if isinstance(value, Mapping):
@@ -358,9 +358,9 @@ def insert_images(value: Any, assets: Collection[str], names: list[str]) -> Any:
     pattern = "|".join(map(re.escape, sorted(assets, key=len, reverse=True)))
     if not isinstance(value, str) or not re.search(pattern, value):
         return value
-    names += islice((found[0] for found in re.finditer(pattern, value)), MAX_IMAGES + 1)
-    if len(names) > MAX_IMAGES:
-        raise InvalidInput.at("assets", f"are shown more than {MAX_IMAGES} times in a prompt")
+    names += islice((found[0] for found in re.finditer(pattern, value)), MAX_MEDIA + 1)
+    if len(names) > MAX_MEDIA:
+        raise InvalidInput.at("assets", f"are shown more than {MAX_MEDIA} times in a prompt")
     parts = filter(None, re.split(f"({pattern})", value))
     return [
         {"type": "image"} if part in assets else {"type": "text", "text": part} for part in parts

@@ -127,7 +127,7 @@ class GenerationEngine:
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
     def _new_encoder_scheduler(self) -> "EncoderScheduler | None":
-        runner, preprocessor = self.runner, self.input_processor.image_preprocessor
+        runner, preprocessor = self.runner, self.input_processor.media_preprocessor
         if not runner.decoder_hook or not preprocessor:
             return None
         return preprocessor.new_scheduler(runner, self._fail_multimodal)

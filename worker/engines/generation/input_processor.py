@@ -28,9 +28,10 @@ from worker.engines.generation.output import (
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
     SAMPLING_FIELDS,
+    TRANSCRIBE,
     Chat,
     GenerationInput,
-    ImageInput,
+    MediaInput,
     SamplingDefaults,
 )
 from worker.messages.protocol import Batching, IsWanted
@@ -48,7 +49,7 @@ from worker.text.parser import OutputParser
 
 if TYPE_CHECKING:
     from worker.grammar.constraints import OutputConstraints
-    from worker.vision.image_preprocessor import ImagePreprocessor
+    from worker.vision.media_preprocessor import MediaPreprocessor
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
 MAX_PROMPT_CHARS = 1 << 23
@@ -60,7 +61,7 @@ GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
 
 class EncodedPrompt(NamedTuple):
     ids: TokenIds
-    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no images
+    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no media
 
 
 class InputProcessor:
@@ -72,18 +73,21 @@ class InputProcessor:
         language: LanguageModel,
         max_model_len: int,
         unpaged_reason: str = "",
-        image_preprocessor: "ImagePreprocessor | None" = None,
+        media_preprocessor: "MediaPreprocessor | None" = None,
     ) -> None:
         from worker.engines.generation.decisions import Decisions
         from worker.grammar.constraint_builder import ConstraintBuilder, verify_tool_call_format
 
         tokenizer, vocab_size = language.tokenizer, language.vocab_size
         defaults: Any = language.defaults  # its fields are not annotated
-        self.image_preprocessor = image_preprocessor
+        self.media_preprocessor = media_preprocessor
         self.max_model_len = max_model_len
-        if image_preprocessor:
-            image_preprocessor.processor.max_tokens = max_model_len
-        self.no_images_reason = "" if image_preprocessor else language.no_images_reason
+        if media_preprocessor:
+            media_preprocessor.processor.max_tokens = max_model_len
+        self.refused_media = language.refused_media
+        self.transcription_prompt = TRANSCRIBE
+        if media_preprocessor:
+            self.transcription_prompt = media_preprocessor.processor.transcription_prompt
         batching: Batching = "static" if unpaged_reason else "continuous"
         self.info = model_info(
             "text-generation",
@@ -115,7 +119,7 @@ class InputProcessor:
         self._token_limit = TokenLimit(tokenizer, partial(self._encode, add_special_tokens=False))
         limits = max_model_len, self._token_limit
         config = language.decision_config
-        self.decisions = Decisions(tokenizer, self.template, *limits, config, image_preprocessor)
+        self.decisions = Decisions(tokenizer, self.template, *limits, config, media_preprocessor)
 
     def prepare(self, item: GenerationItem) -> None:
         """Fill in `item.prepared`, an output for each choice or question, and `item.tokens`."""
@@ -135,9 +139,9 @@ class InputProcessor:
 
     def _without_oldest(self, request: GenerationInput) -> GenerationInput:
         """Return a request without the oldest messages, if they do not fit into the context. One
-        with images is not changed: each attempt would process them."""
+        with media is not changed: each attempt would process them."""
         assert isinstance(request.prompt, Chat)
-        if request.prompt.images:
+        if request.prompt.media:
             return request
         room = max(1, self.max_model_len - (request.stopping.max_tokens or 1))
 
@@ -152,8 +156,8 @@ class InputProcessor:
         return replace(request, prompt=chat)
 
     def _prepare_decisions(self, item: GenerationItem, request: DecisionInput) -> None:
-        if request.assets and not self.image_preprocessor:
-            raise InvalidInput.at("assets", self.no_images_reason)
+        if request.assets and (reason := self.refused_media.get("image")):
+            raise InvalidInput.at("assets", reason)
         try:
             item.prepared = self.decisions.create_outputs(item, request)
         except RecursionError:
@@ -168,8 +172,8 @@ class InputProcessor:
         if not isinstance(prompt, Chat):
             return self._tokenize(prompt, add_special_tokens, "messages")
         text = self.render(prompt)
-        if prompt.images and self.image_preprocessor:
-            return self.image_preprocessor.token_ids(text, prompt.images)
+        if prompt.media and self.media_preprocessor:
+            return self.media_preprocessor.token_ids(text, prompt.media)
         return self._tokenize(text, False, "messages")
 
     def render(self, chat: Chat) -> str:
@@ -187,8 +191,8 @@ class InputProcessor:
 
     def close(self) -> None:
         self.constraint_builder.grammars.close()
-        if self.image_preprocessor:
-            self.image_preprocessor.close()
+        if self.media_preprocessor:
+            self.media_preprocessor.close()
 
     # ── a request ──
 
@@ -204,7 +208,7 @@ class InputProcessor:
             config = self._request_config(request)
             ends = self._ends(config)
             processors = self._config_processors(config, ends)
-        # before the prompt: images would be decoded again after each Pending
+        # before the prompt: media would be decoded again after each Pending
         parser, constraints = self._response(request, rendered)
         if constraints and request.sampling.allowed_token_ids:
             reason = "cannot be combined with a constraint on the output"
@@ -316,13 +320,13 @@ class InputProcessor:
         elif isinstance(prompt, str):
             encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param, room)))
         elif room is not None:
-            if prompt.images:
-                raise InvalidInput.at("truncate_prompt_tokens", "cannot be combined with images")
+            if prompt.media:
+                raise InvalidInput.at("truncate_prompt_tokens", "cannot be combined with media")
             assert rendered
             encoded = EncodedPrompt(TokenIds(self._tokenize(rendered.text, False, param, room)))
         else:
             assert rendered
-            encoded = self._encode_chat(rendered.text, prompt.images, request, is_wanted)
+            encoded = self._encode_chat(rendered.text, prompt.media, request, is_wanted)
         length = len(encoded.ids)
         if not length:
             raise InvalidInput.at(param, "the prompt has no tokens; at least one is needed")
@@ -337,20 +341,21 @@ class InputProcessor:
     def _encode_chat(
         self,
         text: str,
-        images: Sequence[ImageInput],
+        media: Sequence[MediaInput],
         request: GenerationInput,
         is_wanted: IsWanted,
     ) -> EncodedPrompt:
-        if not images:
+        for file in media:
+            if reason := self.refused_media.get(file.kind):
+                raise InvalidInput(reason, file.param)
+        preprocessor, namespace = self.media_preprocessor, request.cache_namespace
+        if not (media and preprocessor):
             return EncodedPrompt(TokenIds(self._tokenize(text, False, request.param)))
-        preprocessor, namespace = self.image_preprocessor, request.cache_namespace
-        if preprocessor is None:
-            raise InvalidInput(self.no_images_reason, images[0].param)
         from worker.vision.multimodal_prompt import MultimodalPrompt
 
-        with preprocessor.admit(images, namespace):
-            output = preprocessor.process(text, images, namespace, is_wanted)
-        recompute = partial(preprocessor.recompute, text, images, namespace)
+        with preprocessor.admit(media, namespace):
+            output = preprocessor.process(text, media, namespace, is_wanted)
+        recompute = partial(preprocessor.recompute, text, media, namespace)
         multimodal = MultimodalPrompt.from_output(output, recompute)
         return EncodedPrompt(multimodal.ids, multimodal)
 

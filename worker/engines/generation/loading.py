@@ -23,10 +23,10 @@ from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import cache_bytes, load_paged_runner, too_small
 from worker.template_file import read_template
-from worker.vision.image_preprocessor import ImagePreprocessor
+from worker.vision.media_preprocessor import MediaPreprocessor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.processor import Processor, load_processor
-from worker.vision.self_check import check_multimodal, check_multimodal_unpaged
+from worker.vision.self_check import check_multimodal, refuse, refuse_failing
 
 log = logging.getLogger("onequeue.generation")
 
@@ -44,20 +44,20 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     language.template_defaults = json.loads(options.chat_template_kwargs)
     language.reasoning, language.default_seed = options.reasoning, options.default_seed
     language.decision_config = load_decision_config(options.decision_config, language.folder)
-    preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
+    preprocessor = load_media_preprocessor(language, int(options.max_image_mp * 1e6))
     if options.chat_template != "auto":
         tokenizer: Any = language.tokenizer  # the processor's, of a multimodal model
         tokenizer.chat_template = read_template(options.chat_template)
         tokenizer.response_template = None
 
-    def check_images() -> None:
+    def check_media() -> None:
         if preprocessor:
             on_worker(partial(check_multimodal, language, preprocessor.processor))
 
     runner: PagedRunner | CachedRunner
     try:
         with without_outliers(language.model):
-            runner = load_paged_runner(language, options, check_images)
+            runner = load_paged_runner(language, options, check_media)
     except CannotRun as error:
         language.fall_back(
             "paged cache",
@@ -68,9 +68,6 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
         if language.deterministic:
             log.warning("DETERMINISTIC=1 does not hold for static batches")
         language.pack_weights(options.quantization, language.own_check())
-        if preprocessor:
-            takes_images = partial(check_multimodal_unpaged, language, preprocessor.processor)
-            preprocessor = preprocessor if on_worker(takes_images) else None
         length = options.max_model_len
         if preprocessor:
             runner = MultimodalCachedRunner(language, length, preprocessor.processor)
@@ -88,32 +85,43 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     return engine
 
 
-def load_image_preprocessor(language: LanguageModel, max_pixels: int) -> ImagePreprocessor | None:
-    """Return None, with a warning in the log, if the checkpoint's processor does not load: the
-    model then serves text only."""
+def load_media_preprocessor(language: LanguageModel, max_pixels: int) -> MediaPreprocessor | None:
+    """Return None if the model serves text only: without a processor that loads, with a warning in
+    the log, or with no kind of media that the model runs with."""
     if not language.is_multimodal:
         return None
-    config: Any = language.model.config
     try:
         pretrained = load_processor(language.folder)
-        processor = Processor(pretrained, config.image_token_id, language.context)
+        processor = Processor(pretrained, language.model.config, language.context)
     except Exception as error:
         while isinstance(error.__cause__, ImportError):
             error = error.__cause__  # the missing package, not the module that imports it
         reason = first_line(error)
-        log.warning("images are refused, the image processor does not load: %s", reason)
+        log.warning("images and sound are refused, the processor does not load: %s", reason)
         if not isinstance(error, ImportError):
             reason = "see the server's log"
-        language.no_images_reason = f"this model's image processor does not load: {reason}"
+        refused = f"this model's processor does not load: {reason}"
+        language.refused_media = dict.fromkeys(language.refused_media, refused)
         return None
+    for kind, why in processor.failures.items():
+        refuse(language, kind, f"the processor does not take them: {why}")
+    with without_outliers(language.model):
+        on_worker(partial(refuse_failing, language, processor))
+    if not processor.modalities:
+        return None
+    language.refused_media = {
+        kind: reason
+        for kind, reason in language.refused_media.items()
+        if kind not in processor.modalities
+    }
     language.tokenizer = processor.tokenizer
-    return ImagePreprocessor(processor, max_pixels)
+    return MediaPreprocessor(processor, max_pixels)
 
 
 def paged_engine(
     runner: PagedRunner,
     options: GeneratorOptions,
-    preprocessor: ImagePreprocessor | None = None,
+    preprocessor: MediaPreprocessor | None = None,
     kind: type[GenerationEngine] = GenerationEngine,
 ) -> GenerationEngine:
     language = runner.language
@@ -121,7 +129,7 @@ def paged_engine(
     if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()
     input_processor = InputProcessor(
-        language, runner.max_model_len, image_preprocessor=preprocessor
+        language, runner.max_model_len, media_preprocessor=preprocessor
     )
     speculates = options.speculation == "auto" and (runner.verifies_drafts or runner.builds_later)
     if options.simulated_model != "none":
@@ -144,7 +152,7 @@ def cached_engine(
     runner: CachedRunner,
     options: GeneratorOptions,
     unpaged_reason: str,
-    preprocessor: ImagePreprocessor | None = None,
+    preprocessor: MediaPreprocessor | None = None,
 ) -> GenerationEngine:
     """`unpaged_reason`: why the model does not run on paged memory."""
     max_running, num_blocks = _cached_limits(runner, options)

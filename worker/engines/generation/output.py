@@ -43,7 +43,7 @@ class PreparedPrompt:
     # at the start of a response; None: all of its text is content
     parser: OutputParser | None = None
     constraints: "OutputConstraints | None" = None
-    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no images
+    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no media
     history_len: int = 0  # leading tokens that the conversation's next prompt repeats; 0: unknown
 
 
@@ -172,6 +172,8 @@ class SequenceOutput:
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
             self._delta.cached_tokens = cached_tokens
+            if self.prepared.multimodal:
+                self._delta.audio_tokens = self.prepared.multimodal.audio_tokens
         request = self.request
         if request.token_ids:
             self._delta.prompt_ids = self.prepared.ids[:]

@@ -3,7 +3,7 @@
     upload → fields → submit → first segment or refusal → headers → events, or one document
 
 The recording is a temporary file, which the worker reads (engines/speech), until the response is
-sent.
+sent. A chat model gets it in a message (chat_model.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from msgspec import UNSET
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
+from server.apis.openai.audio.chat_model import transcribe
 from server.apis.openai.audio.formats import ENCODERS, Transcript, token_scores
 from server.apis.openai.audio.request import (
     TranscriptionRequest,
@@ -97,13 +98,17 @@ class SpeechEndpoint:
     kind: type[TranscriptionRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
+        default = self.models.default.registry_name
+        async with self.uploads.form(scope, receive, default) as (form, deadlines):
             request = read_fields(form.fields, self.kind, scope)
             model = await self.models.look_up(request.model)
             request.model = model.id
+            incoming, name = IncomingRequest(scope, receive, deadlines), model.registry_name
+            if model.kind == "generation":
+                client = self.worker_client
+                return await transcribe(client, model, request, form.path, incoming, send)
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
-            incoming, name = IncomingRequest(scope, receive, deadlines), model.registry_name
             stream = DeltaStream[TranscriptDelta](self.worker_client, name, payloads, incoming)
             with stream:
                 await respond(scope, send, stream, builder)

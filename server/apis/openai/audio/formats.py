@@ -46,7 +46,7 @@ class Transcript:
 
     @property
     def duration(self) -> Duration:
-        return Duration("duration", round(self.seconds, 3))
+        return Duration(round(self.seconds, 3))
 
 
 def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches.store import KEPT_S, BatchStore
-from server.apis.openai.images import raise_when_gone
+from server.apis.openai.media import raise_when_gone
 from server.apis.openai.request_fields import convert
 from server.apis.openai.response_schemas import Deleted, FileList, FileObject
 from server.apis.openai.sqlite_store import ListPage, in_store, storage_namespace

@@ -26,7 +26,7 @@ from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
 from worker.task_detection import TaskError, read_config, tasks_of
 
-LANGUAGE_TASKS = {"text-generation", "image-text-to-text"}
+LANGUAGE_TASKS = {"text-generation", "image-text-to-text", "any-to-any"}
 DecisionBody = DecisionRequest | SystemOneRequest
 ParsedDecision = tuple[DecisionBody, DecisionInput]
 

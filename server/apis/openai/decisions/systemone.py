@@ -30,7 +30,7 @@ from server.core.delta_stream import UsageCounts
 from server.http.operation import Operation
 from worker.media.data_urls import to_bytes
 from worker.messages.decisions import MAX_OPTIONS, NOUL_OPTIONS, DecisionInput, Question
-from worker.messages.generation import ImageInput
+from worker.messages.generation import MediaInput
 
 MAX_NAMED = 64
 
@@ -119,7 +119,7 @@ class SystemOneRequest(Struct, kw_only=True):
         assets = {}
         for name, asset in (self.assets or {}).items():
             path = f"assets.{name}"
-            assets[name] = ImageInput(to_bytes(asset.data_base64, path), "auto", path)
+            assets[name] = MediaInput(to_bytes(asset.data_base64, path), "auto", path)
         return DecisionInput((message,), tuple(questions), "state", self.state, assets)
 
     def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> SystemOne:

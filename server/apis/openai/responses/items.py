@@ -3,7 +3,7 @@
     Item  --to_documents-->  stored and listed documents  --to_messages-->  chat template
 
 An assistant's reasoning, text and calls are separate items; a template takes them as one message.
-Images are allowed in messages of the user and in outputs. Other items and parts are refused.
+Media are allowed in messages of the user and in outputs. Other items and parts are refused.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.images import Detail, ImageUrl
+from server.apis.openai.media import AudioData, Detail, ImageUrl
 from server.apis.openai.messages import (
     CalledFunction,
     ContentPart,
@@ -56,6 +56,7 @@ InputItemType = Literal[
     "item_reference",
     "input_text",
     "input_image",
+    "input_audio",
 ]
 REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "message": ("role", "content"),
@@ -70,12 +71,14 @@ REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "item_reference": ("id",),
     "input_text": ("text",),  # a content part in place of an item: a message of the user
     "input_image": ("image_url",),  # likewise
+    "input_audio": ("input_audio",),
 }
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 ItemRole = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
-IMAGE = "input_image"
+IMAGE, AUDIO = "input_image", "input_audio"
+MEDIA = (IMAGE, AUDIO)
 # Which fields an item requires, for the OpenAPI document. The type is optional where other fields
 # determine it; see `Item.kind`.
 OPTIONAL_TYPES = ("message", "item_reference")
@@ -101,9 +104,14 @@ class InputPart(TextPart):
     image_url: str | None = None
     detail: Detail | None = None
     file_id: str | None = None
+    input_audio: AudioData | None = None
 
-    def image_document(self, path: str) -> Document:
-        """Return the image as it is stored. Its data is checked with the conversation."""
+    def media_document(self, path: str) -> Document:
+        """Return the image or recording as it is stored. Its data is checked with the
+        conversation."""
+        if self.type == AUDIO:
+            audio: AudioData = required(self.input_audio, f"{path}.{AUDIO}")
+            return {"type": AUDIO, AUDIO: {"data": audio.data, "format": audio.format}}
         if self.file_id is not None:
             raise InvalidInput.at(f"{path}.file_id", "is not supported: files are not stored here")
         url = required(self.image_url, f"{path}.image_url")
@@ -132,6 +140,7 @@ class Item(Struct):
     action: dict[str, Any] | None = None  # of the local shell
     encrypted_content: str | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    input_audio: AudioData | None = None
 
     @property
     def kind(self) -> InputItemType:
@@ -151,9 +160,10 @@ class Item(Struct):
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
             return Item(role=self.role or "user", content=text).document(path, stored)
-        if kind == IMAGE:
-            part = InputPart(IMAGE, None, None, self.image_url, self.detail, self.file_id)
-            part.image_document(path)  # checked
+        if kind in MEDIA:
+            image = self.image_url, self.detail, self.file_id
+            part = InputPart(kind, None, None, *image, self.input_audio)
+            part.media_document(path)  # checked
             return Item(role=self.role or "user", content=[part]).document(path, stored)
         if kind in CALLS:
             fields = self._call(path, REQUIRED_FIELDS[kind])
@@ -171,7 +181,7 @@ class Item(Struct):
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
         content = _part_documents(
-            self.content, f"{path}.content", MESSAGE_PARTS, allow_images=role == "user"
+            self.content, f"{path}.content", MESSAGE_PARTS, allow_media=role == "user"
         )
         if not content:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
@@ -200,7 +210,7 @@ class Item(Struct):
         if call_id is None and self.kind == "local_shell_call_output":
             call_id = self.id
         call_id = required(call_id, f"{path}.call_id")
-        parts = _part_documents(self.output, f"{path}.output", ("input_text",), allow_images=True)
+        parts = _part_documents(self.output, f"{path}.output", ("input_text",), allow_media=True)
         return {
             "call_id": call_id,
             "output": self.output if isinstance(self.output, str) else parts,
@@ -208,7 +218,7 @@ class Item(Struct):
 
 
 def _part_documents(
-    parts: Parts | None, path: str, kinds: Sequence[str], allow_images: bool = False
+    parts: Parts | None, path: str, kinds: Sequence[str], allow_media: bool = False
 ) -> list[Document]:
     """Return parts as they are stored; texts of any of the kinds get the first of them."""
     if parts is None:
@@ -217,8 +227,8 @@ def _part_documents(
         return [{"type": kinds[0], "text": parts}]
     prefix = f"must be {' or '.join(kinds)}: "
     return [
-        part.image_document(f"{path}[{n}]")
-        if allow_images and part.type == IMAGE
+        part.media_document(f"{path}[{n}]")
+        if allow_media and part.type in MEDIA
         else {"type": kinds[0], "text": part.read(f"{path}[{n}]", kinds, prefix)}
         for n, part in enumerate(parts)
     ]
@@ -319,7 +329,7 @@ def _called_function(item: Document) -> CalledFunction:
 
 
 def _other_messages(item: Document, functions: dict[str, str], path: str) -> Iterator[Message]:
-    """Yield the message of an item, and one with its images: templates take those of users only."""
+    """Yield the message of an item, and one with its media: templates take those of users only."""
     if item["type"] == "message":
         yield Message(item["role"], _content(item["content"]))
         return
@@ -328,12 +338,12 @@ def _other_messages(item: Document, functions: dict[str, str], path: str) -> Ite
         which = "it" if path.endswith(".call_id") else f"the item {item['id'][:100]!r}"
         raise InvalidInput.at(path, f"no function_call before {which} has this call_id")
     output: str | list[Document] = item["output"]
-    images = [part for part in output if part["type"] == IMAGE] if isinstance(output, list) else []
+    media = [part for part in output if part["type"] in MEDIA] if isinstance(output, list) else []
     if isinstance(output, list):
-        output = [part for part in output if part["type"] != IMAGE]
+        output = [part for part in output if part["type"] not in MEDIA]
     yield Message("tool", _join(output), name=functions[call_id], tool_call_id=call_id)
-    if images:
-        yield Message("user", _content(images))
+    if media:
+        yield Message("user", _content(media))
 
 
 def _join(parts: str | list[Document]) -> str:
@@ -341,12 +351,15 @@ def _join(parts: str | list[Document]) -> str:
 
 
 def _content(parts: list[Document]) -> str | list[ContentPart]:
-    """Return a message's content: text, or parts if there are images."""
-    if all(part["type"] != IMAGE for part in parts):
+    """Return a message's content: text, or parts if there are media."""
+    if all(part["type"] not in MEDIA for part in parts):
         return _join(parts)
-    return [
-        ContentPart("image_url", image_url=ImageUrl(part["image_url"], part["detail"]))
-        if part["type"] == IMAGE
-        else ContentPart("text", part["text"])
-        for part in parts
-    ]
+    return [_content_part(part) for part in parts]
+
+
+def _content_part(part: Document) -> ContentPart:
+    if part["type"] == IMAGE:
+        return ContentPart("image_url", image_url=ImageUrl(part["image_url"], part["detail"]))
+    if part["type"] == AUDIO:
+        return ContentPart(AUDIO, input_audio=AudioData(**part[AUDIO]))
+    return ContentPart("text", part["text"])

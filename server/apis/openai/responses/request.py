@@ -187,7 +187,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             tuple(tool.document for tool in tools.callable.values()) if policy else (),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
-            images=images,
+            media=images,
             documents=tuple(self.documents or ()),
             template=self.chat_template,
         )

@@ -1,8 +1,8 @@
-"""The images of a conversation: checked when parsed, and fetched where they are links.
+"""The media of a conversation: checked when parsed, and fetched where they are links.
 
-    content part → ImageInput → bytes of its link (http/fetch.py) → decoded by the worker's pool
+    content part → MediaInput → bytes of its link (http/fetch.py) → decoded by the worker's pool
 
-An image is a data: URL or a link, never a path.
+A file is a data: URL or a link, never a path.
 """
 
 import asyncio
@@ -19,12 +19,14 @@ from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFul
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import Chat, ImageInput
+from worker.messages.generation import Chat, MediaInput, MediaKind
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
 Detail = Literal["auto", "low", "high", "original"]
 T = TypeVar("T")
+# The container is read from the data: these names are checked, and nothing more.
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm")
 
 
 class ImageUrl(Struct):
@@ -32,25 +34,43 @@ class ImageUrl(Struct):
     detail: Detail | None = None
 
 
-def image_input(url: str, detail: Detail | None, param: str) -> ImageInput:
-    """Return the image of the URL in a field; InvalidInput for an unsupported URL."""
+class AudioUrl(Struct):
+    url: str
+
+
+class AudioData(Struct):
+    """`data`: of the file, in base64."""
+
+    data: str
+    format: str
+
+    def media_input(self, param: str) -> MediaInput:
+        if self.format.lower() not in AUDIO_FORMATS:
+            accepted = f"is not {self.format[:20]!r} but one of {', '.join(AUDIO_FORMATS)}"
+            raise InvalidInput.at(f"{param}.format", accepted)
+        return MediaInput(to_bytes(self.data, f"{param}.data"), "auto", param, kind="audio")
+
+
+def url_input(url: str, detail: Detail | None, param: str, kind: MediaKind = "image") -> MediaInput:
+    """Return the file of the URL in a field; InvalidInput for an unsupported URL."""
     detail, scheme = detail or "auto", url[:8].lower()
     if scheme.startswith(("http://", "https://")):
-        return ImageInput(b"", detail, param, url)
+        return MediaInput(b"", detail, param, url, kind=kind)
     if not scheme.startswith("data:"):
         raise InvalidInput.at(param, "must be a data: URL or a link; file paths are not opened")
-    return ImageInput(to_bytes(url, param), detail, param)
+    return MediaInput(to_bytes(url, param), detail, param, kind=kind)
 
 
-def check_images(chat: Chat, model: TextModel | TextModelInfo) -> None:
-    """Raise InvalidInput if there are images and the model takes none."""
-    if chat.images and model.no_images_reason:
-        raise InvalidInput.at(chat.images[0].param, model.no_images_reason)
+def check_media(chat: Chat, model: TextModel | TextModelInfo) -> None:
+    """Raise InvalidInput if there are media of a kind that the model takes none of."""
+    for file in chat.media:
+        if reason := model.refused_media.get(file.kind):
+            raise InvalidInput.at(file.param, reason)
 
 
 @dataclass(eq=False)
-class ImageLoader:
-    """Fetches the images of requests. `fetching` counts requests, which are not queued yet."""
+class MediaLoader:
+    """Fetches the files of requests. `fetching` counts requests, which are not queued yet."""
 
     worker_client: WorkerClient
     fetcher: Fetcher
@@ -59,28 +79,28 @@ class ImageLoader:
     async def load(self, incoming: IncomingRequest, chat: Chat) -> Chat:
         """Return the chat with the bytes of its links; a disconnect or a failure cancels all.
 
-        Raises InvalidInput for an image that cannot be fetched, QueueFull, DeadlineExceeded or
+        Raises InvalidInput for a file that cannot be fetched, QueueFull, DeadlineExceeded or
         ClientGone."""
-        if not any(image.link for image in chat.images):
+        if not any(file.link for file in chat.media):
             return chat
         scope, queue = incoming.scope, self.worker_client.queue
         if self.fetching >= queue.capacity or not queue.has_room(scope["context"]):
             taken = f"{queue.pending + self.fetching} of {queue.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1
-        fetches = [self._fetch(scope, image) for image in chat.images]
+        fetches = [self._fetch(scope, file) for file in chat.media]
         try:
-            images = await while_connected(incoming, fetches, "the images were not fetched")
+            media = await while_connected(incoming, fetches, "the files were not fetched")
         finally:
             self.fetching -= 1
-        return replace(chat, images=tuple(images))
+        return replace(chat, media=tuple(media))
 
-    async def _fetch(self, scope: Scope, image: ImageInput) -> ImageInput:
-        if not image.link:
-            return image
+    async def _fetch(self, scope: Scope, file: MediaInput) -> MediaInput:
+        if not file.link:
+            return file
         count = partial(scope["app"].count_body, scope)
-        data = await self.fetcher.fetch(image.link, image.param, count)
-        return replace(image, data=data, link="")
+        data = await self.fetcher.fetch(file.link, file.param, count, file.kind)
+        return replace(file, data=data, link="")
 
 
 async def while_connected(

@@ -1,0 +1,406 @@
+"""Sound in chats gives the output of `generate` on tiny models of several families: alone, beside
+other requests, in chunks, with prefix hits and after preemption."""
+
+import io
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from transformers.models.auto import modeling_auto, processing_auto
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from tests import tiny_audio
+from tests.generating import GREEDY, Driver, Request, Served, serve
+from tests.matrix import matrix
+from tests.multimodal import fail_check, in_small_chunks, png
+from worker.engines.generation import loading
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator, paged_engine
+from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaKind, Stopping
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.language_model import GeneratorOptions, auto_class
+from worker.model.paged_runner import PagedRunner, StateSlots
+from worker.vision import decoders, processor
+from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
+from worker.vision.multimodal_prompt import MultimodalPrompt
+from worker.vision.processor import load_processor
+
+torch.set_num_threads(1)
+FAMILIES = [*tiny_audio.BUILDERS]
+# A short recording is encoded otherwise beside a longer one: with the library's own cache both are.
+UNPAGED = ["qwen3_omni_moe_thinker"]
+PAGED = [name for name in FAMILIES if name not in UNPAGED]
+MIXED = ["gemma4", "qwen2_5_omni_thinker"]  # they take images, too
+# Families whose processors take sound and text, without a tiny model here. Those that are refused
+# at load have the reason; the others are not compared yet.
+NOT_COMPARED = {
+    "apertus1p5": "",
+    "diffusion_gemma": "it does not generate token after token",
+    "dots3_note": "",
+    "fun_asr_nano": "its feature extractor needs torchaudio",
+    "gemma3n": "its image encoder needs timm",
+    "gemma4_unified": "its processor needs torchvision",
+    "granite_speech_plus": "its feature extractor needs torchaudio",
+    "inkling_mm_model": "",
+    "kyutai_speech_to_text": "its processor has no token for recordings",
+    "moss_transcribe_diarize": "",
+    "muse_spark": "",
+    "nemo_speechlm": "",
+    "nemotron_h_omni": "",
+    "omniasr": "",
+    "phi4_multimodal": "its processor needs torchvision",
+    "qwen2_5_omni": "the thinker is served, not the whole with its talker",
+    "qwen3_omni_moe": "the thinker is served, not the whole with its talker",
+    "vibevoice_asr": "its encoder adds noise: no two forwards are equal",
+    "voxtral": "its processor is not called with sound",
+    "voxtral_realtime": "its processor is not called with sound",
+}
+# Configurations without an entry of their own in the mapping of processors.
+THINKERS = {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
+# Families of newer versions of the library, and those whose processors need packages.
+MAY_BE_MISSING = {"apertus1p5", "omniasr", "voxtral_realtime"}
+OTHER_KINDS = {"seamless_m4t", "musicgen", "musicgen_melody", "whisper"}  # not chat models
+OUTPUT_TOKENS = 8
+
+
+@cache
+def wav(seed: int, seconds: float = 0.9, rate: int = 16_000) -> bytes:
+    """A recording of noise, whose samples are exact in 16 bits."""
+    samples = np.random.default_rng(seed).integers(-9000, 9000, int(seconds * rate), np.int16)
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
+ONE, OTHER, SHORT = wav(0), wav(1, 1.4), wav(2, 0.4)
+
+
+def kind_of(file: bytes) -> MediaKind:
+    return "image" if file.startswith(b"\x89PNG") else "audio"
+
+
+def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> Request:
+    """A message of texts, recordings and images."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
+        for part in parts
+    ]
+    files = [part for part in parts if isinstance(part, bytes)]
+    media = tuple(MediaInput(file, "auto", "here", kind=kind_of(file)) for file in files)
+    chat = Chat(({"role": "user", "content": content},), media=media)
+    stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
+    return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
+
+
+@cache
+def loaded(model: str) -> GenerationEngine:
+    path = str(tiny_audio.folder(model))
+    return load_generator(GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01))
+
+
+def engine(model: str, blocks: int = 400) -> GenerationEngine:
+    """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
+    known = loaded(model)
+    assert known.info.batching == "continuous", known.info.why
+    language = known.runner.language
+    room = min(language.context, blocks * BLOCK)
+    runner = PagedRunner(language, blocks, room, 0, StateSlots(32, 32))
+    for stored in (*runner.cache.keys, *runner.cache.values):
+        stored.fill_(float("nan"))
+    return paged_engine(runner, GeneratorOptions(""), known.input_processor.media_preprocessor)
+
+
+@cache
+def reference(model: str) -> tuple[Any, Any]:
+    """The library's own model and processor."""
+    path = tiny_audio.folder(model)
+    config: Any = tiny_audio.hf.AutoConfig.from_pretrained(path)
+    loaded = auto_class(config).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    loaded.generation_config.eos_token_id = None
+    return loaded.eval(), load_processor(str(path))
+
+
+def samples(file: bytes) -> np.ndarray:
+    decoded: np.ndarray = soundfile.read(io.BytesIO(file), dtype="float32")[0]
+    return decoded
+
+
+def assert_generated(model: str, served: Sequence[Served]) -> None:
+    """The library's processor and `generate` are called with the whole prompt at once."""
+    network, processor = reference(model)
+    for request in served:
+        assert request.choices
+        payload: Any = request.item.payload
+        chat = payload.prompt
+        text = processor.tokenizer.apply_chat_template(
+            [*chat.messages], tokenize=False, add_generation_prompt=True
+        )
+        recordings = [samples(file.data) for file in chat.media if file.kind == "audio"]
+        images = [Image.open(io.BytesIO(file.data)) for file in chat.media if file.kind == "image"]
+        inputs = processor(
+            text=[text],
+            audio=recordings or None,
+            **({"images": images} if images else {}),
+            text_kwargs={"add_special_tokens": False},
+            return_tensors="pt",
+        )
+        assert inputs["input_ids"][0].tolist() == list(request.prompt)
+        for ids in request.ids:
+            output = network.generate(
+                **inputs, do_sample=False, max_new_tokens=len(ids), pad_token_id=2
+            )
+            assert output[0, len(request.prompt) :].tolist() == ids
+
+
+def max_items(model: str) -> int | None:
+    preprocessor = loaded(model).input_processor.media_preprocessor
+    assert preprocessor
+    return preprocessor.processor.modalities["audio"].max_items
+
+
+def questions(model: str) -> list[Request]:
+    """Requests with and without sound; with two recordings in one where the processor takes
+    them."""
+    pair = [ONE] if max_items(model) else [OTHER, " and ", ONE]
+    return [
+        request("No sound here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request("Tell me all that you hear in these two: ", *pair, "now", n=2),
+        request("Nor here."),
+        request(SHORT, "this?"),
+    ]
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio", "audioflamingo3"))
+def test_output_is_the_same_beside_other_requests_and_in_chunks(
+    model: str, tokens: int | None
+) -> None:
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    served, driver = serve(generator, questions(model), seed=1)
+    assert_generated(model, served)
+    assert bool(driver.partial) == bool(tokens)
+
+
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
+def test_prefix_cache_is_shared_by_equal_recordings_only(model: str) -> None:
+    generator = engine(model)
+    question = "What are these sounds, and what are they for? "
+    cached = []
+    for recording, more in ((ONE, ""), (OTHER, ""), (ONE, " And more?"), (wav(7), " And more?")):
+        served, _ = serve(generator, [request(question, recording, "what?" + more)])
+        assert_generated(model, served)
+        cached.append(served[0].deltas[0].cached_tokens)
+    assert cached[0] == 0 < cached[1] == cached[3] < cached[2]
+
+
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
+def test_preempted_recordings_continue_with_the_same_output(model: str) -> None:
+    generator = engine(model, blocks=18)
+    items = [request("One ", wav(seed, 0.4), "!", max_tokens=40 + seed) for seed in range(6)]
+    served, driver = serve(generator, items)
+    assert driver.total("preempted")
+    assert_generated(model, served)
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("model", MIXED)
+def test_recordings_and_images_share_a_prompt(model: str, tokens: int | None) -> None:
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    items = [
+        request("What is ", png(0), " beside ", ONE, " and ", OTHER, " and ", png(1), "?"),
+        request(ONE, png(0)),
+        request(png(1), SHORT, "this?", n=2),
+        request(png(0), "Only seen."),
+    ]
+    served, _ = serve(generator, items, seed=1)
+    assert_generated(model, served)
+    prompt = served[0].item.prepared[0].prepared.multimodal
+    assert prompt
+    assert [*prompt.spans] == sorted(prompt.spans)
+
+
+@cache
+def unpaged(model: str) -> GenerationEngine:
+    """An engine whose check of paged recordings has failed."""
+    options = GeneratorOptions(str(tiny_audio.folder(model)), dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "check_multimodal", fail_check)
+        return load_generator(options)
+
+
+@pytest.mark.parametrize("model", matrix(FAMILIES, "gemma4"))
+@pytest.mark.parametrize("caches", [True, False])
+def test_unpaged_model_runs_recordings_on_transformers_cache(model: str, caches: bool) -> None:
+    generator = unpaged(model)
+    runner = generator.runner
+    assert isinstance(runner, MultimodalCachedRunner)
+    assert runner.caches_media
+    runner.caches_media = caches
+    try:
+        served, _ = serve(generator, questions(model), seed=2)
+    finally:
+        runner.caches_media = True
+    assert_generated(model, served)
+
+
+@pytest.mark.parametrize("model", UNPAGED)
+def test_images_beside_recordings_on_transformers_cache(model: str) -> None:
+    assert loaded(model).info.batching == "static"
+    served, _ = serve(unpaged(model), [request("See ", png(0), " hear ", ONE, SHORT, "?")])
+    assert_generated(model, served)
+
+
+def test_equal_recordings_are_encoded_once() -> None:
+    generator = engine("qwen2_audio")
+    serve(generator, [request(f"Number {n} ", ONE, " and ", ONE) for n in range(3)])
+    assert generator._encoder_scheduler
+    assert generator._encoder_scheduler.encoder.tiles_encoded == 1
+
+
+def test_recording_evicted_from_the_cache_is_encoded_again() -> None:
+    generator = engine("qwen2_audio")
+    assert generator._encoder_scheduler
+    rows = generator._encoder_scheduler.encoder.cache.rows
+    driver = Driver(generator)
+    driver.add(request("What is ", ONE, "here?"))
+    driver.finish()
+    later = driver.add(request("Once more: ", ONE))
+    prompt = later.item.prepared[0].prepared.multimodal
+    assert isinstance(prompt, MultimodalPrompt)
+    assert not any(item.is_complete for item in prompt.processed().items)
+    rows.max_bytes = 0
+    rows.put(b"last", {}, 0)
+    driver.finish()
+    assert_generated("qwen2_audio", [later])
+
+
+def rejection(model: str, *parts: str | bytes) -> str:
+    with pytest.raises(InvalidInput) as error:
+        loaded(model).prepare(request(*parts))
+    assert error.value.param in ("here", "messages")
+    return str(error.value)
+
+
+def test_recordings_beyond_the_processors_window_are_refused() -> None:
+    """The processor would truncate them."""
+    assert "lasts 2.5 seconds in 1 channels; at most 2 seconds" in rejection(
+        "qwen2_audio", wav(0, 2.5)
+    )
+    loaded("qwen2_audio").prepare(request(wav(0, 2.0)))
+
+
+def test_recordings_beyond_the_context_are_refused_by_their_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preprocessor = loaded("audioflamingo3").input_processor.media_preprocessor
+    assert preprocessor
+    monkeypatch.setattr(preprocessor, "_features", None)
+    assert "fill 1250 tokens so far" in rejection("audioflamingo3", wav(0, 50.0))
+    assert "at most 600" in rejection("audioflamingo3", wav(0, 601.0, 1000))
+
+
+def webm(seconds: float, stated_s: float) -> bytes:
+    """Return a recording whose header states another length."""
+    av = pytest.importorskip("av")
+    file, samples = io.BytesIO(), np.zeros(int(seconds * 48000), np.float32)
+    with av.open(file, "w", format="webm") as container:
+        stream = container.add_stream("libopus", rate=48000, layout="mono")
+        for start in range(0, len(samples), 960):
+            frame = av.AudioFrame.from_ndarray(samples[None, start : start + 960], "flt", "mono")
+            frame.sample_rate, frame.pts = 48000, start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = bytearray(file.getvalue())
+    duration = data.index(b"\x44\x89") + 3  # milliseconds
+    data[duration : duration + 8] = struct.pack(">d", 1000 * stated_s)
+    return bytes(data)
+
+
+def test_samples_are_counted_where_a_header_states_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "at most 2 seconds" in rejection("qwen2_audio", webm(6, 1))
+    monkeypatch.setattr(decoders, "MAX_RECORDINGS_S", 8.0)
+    file = webm(6, 1)
+    loaded("audioflamingo3").prepare(request(file))
+    assert "last 12 seconds so far" in rejection("audioflamingo3", file, webm(6, 2))
+
+
+def test_a_recording_of_which_the_model_reads_nothing_is_refused() -> None:
+    assert "reads nothing of a recording of 0.03 seconds" in rejection("glmasr", wav(0, 0.03))
+
+
+def test_text_that_the_processor_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("StopIteration")
+
+    loaded("qwen2_audio").prepare(request(wav(7)))
+    monkeypatch.setattr(processor, "call_replaced", fail)
+    assert "does not take this text beside media" in rejection("qwen2_audio", wav(7))
+
+
+def test_a_second_recording_is_refused_where_the_processor_takes_one() -> None:
+    assert "takes a recording in a conversation, not 2" in rejection("glmasr", ONE, OTHER)
+
+
+@pytest.mark.parametrize("data", [b"", b"RIFF" + bytes(60), b"<html>", wav(0)[:30]])
+def test_broken_files_are_refused(data: bytes) -> None:
+    assert "audio" in rejection("qwen2_audio", data)
+
+
+def test_text_that_stands_for_a_recording_is_refused() -> None:
+    assert "stands for a recording" in rejection("qwen2_audio", "<|AUDIO|>", ONE)
+
+
+def test_every_family_of_the_library_that_takes_sound_is_listed() -> None:
+    """One that a new version adds is compared here, or listed with the reason."""
+    auto: Any = processing_auto
+    processors = auto.PROCESSOR_MAPPING_NAMES
+    mappings = [
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    ]
+    names = {name for mapping in mappings for name in mapping} & {*processors}
+    found = {name for name in names if takes_sound(processors[name])} - OTHER_KINDS
+    known = {*FAMILIES, *NOT_COMPARED}
+    assert found <= known
+    assert known - found <= THINKERS | MAY_BE_MISSING
+
+
+def takes_sound(processor: str) -> bool:
+    kind = getattr(tiny_audio.hf, processor)
+    if getattr(kind, "is_dummy", False):  # it needs a package
+        return False
+    return not {"feature_extractor", "audio_processor"}.isdisjoint(kind.get_attributes())
+
+
+def test_model_whose_processor_is_not_called_with_sound_serves_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = str(tiny_audio.folder("voxtral"))
+    generator = load_generator(GeneratorOptions(path, device="cpu", kv_cache_gb=0.01))
+    [line] = [line for line in caplog.messages if line.startswith("recordings are refused")]
+    assert "the processor does not take them" in line
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("voxtral", served)
+    assert "does not run with recordings here" in rejection("voxtral", ONE)
+
+
+def test_models_without_sound_name_the_reason() -> None:
+    preprocessor = loaded("qwen2_audio")
+    assert "image" in preprocessor.text_model.refused_media
+    assert "audio" not in preprocessor.text_model.refused_media

@@ -1,0 +1,125 @@
+"""Decoders of the files of a chat, one for each kind: sizes are checked in the headers of all files
+of a request first, then each file is decoded. Runs in pool threads."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from batching.errors import ClientGone, InvalidInput
+from worker.media.audio import BLOCK, NO_SAMPLES, Recording
+from worker.media.images import decode_image, open_image, upright_rgb
+from worker.media.inputs import saved
+from worker.messages.generation import LIMITS, MediaInput
+from worker.messages.protocol import IsWanted
+from worker.vision.modality import Modality
+
+# The images of a request may have this many times the pixels of a single image.
+REQUEST_PIXELS_RATIO = 4
+LOW_DETAIL_SIDE = 512  # pixels of the longer side of an image with `detail: low`
+MAX_LIMIT = 16384 * 28 * 28  # pixels: the largest that Qwen's processors have themselves
+MAX_TOKEN_PIXELS = 1 << 10  # of an image, for each token: images with more do not fit the context
+MAX_RECORDINGS_S = 1200.0  # of all recordings of a request
+
+
+class MediaDecoder(Protocol):
+    def check_sizes(
+        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
+    ) -> None:
+        """Raise InvalidInput if the headers of the files alone exceed a limit. `max_tokens`: the
+        context length."""
+
+    def decode(self, file: MediaInput, is_wanted: IsWanted) -> Any:
+        """Return what the processor takes. Raises InvalidInput for a broken file, ClientGone once
+        not `is_wanted()`."""
+
+
+class ImageDecoder:
+    """`max_pixels`: of one image."""
+
+    def __init__(self, max_pixels: int) -> None:
+        self.max_pixels = max_pixels
+
+    def check_sizes(
+        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
+    ) -> None:
+        pixels = 0
+        max_pixels = REQUEST_PIXELS_RATIO * self.max_pixels
+        most = min(self.max_pixels, MAX_TOKEN_PIXELS * max_tokens, MAX_LIMIT)
+        for image in files:
+            for name, limit in image.limits:
+                if limit > most:
+                    reason = f"{limit} exceeds the {most} pixels that an image may have"
+                    raise InvalidInput.at(f"{LIMITS}.{name}", reason)
+            width, height = self._open(image, is_wanted).size
+            pixels += width * height
+            if pixels > max_pixels:
+                raise InvalidInput.at(
+                    image.param,
+                    f"the images have {pixels} pixels so far; at most {max_pixels} are accepted",
+                )
+
+    def decode(self, file: MediaInput, is_wanted: IsWanted) -> Image.Image:
+        """Return an upright RGB image, downscaled if it has low detail."""
+        opened = self._open(file, is_wanted)
+        if file.is_low_detail:
+            opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
+        decode_image(opened, file.param)
+        upright = upright_rgb(opened, file.background)
+        if file.is_low_detail:
+            upright.thumbnail((LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))
+        return upright
+
+    def _open(self, image: MediaInput, is_wanted: IsWanted) -> Image.Image:
+        """Read the header alone."""
+        return open_image(image.data, image.param, self.max_pixels, is_wanted)
+
+
+class AudioDecoder:
+    """Decodes recordings to mono samples at the rate of the model's feature extractor."""
+
+    def __init__(self, modality: Modality) -> None:
+        self.modality = modality
+
+    def check_sizes(
+        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
+    ) -> None:
+        total = 0.0
+        for file in files:
+            with self._open(file) as recording:
+                total += recording.length()
+            check_seconds(total, file.param)
+            if (tokens := int(total * self.modality.tokens_per_second)) >= max_tokens:
+                reason = f"the recordings fill {tokens} tokens so far"
+                limit = f"this model's context holds {max_tokens}"
+                raise InvalidInput.at(file.param, f"{reason}; {limit}")
+
+    def decode(self, file: MediaInput, is_wanted: IsWanted) -> np.ndarray:
+        """Return samples [n], float32."""
+        parts = [NO_SAMPLES]
+        with self._open(file) as recording:
+            while len(block := recording.window(sum(map(len, parts)), BLOCK)):
+                if not is_wanted():
+                    raise ClientGone
+                parts.append(block)
+        return np.concatenate(parts)
+
+    @contextmanager
+    def _open(self, file: MediaInput) -> Iterator[Recording]:
+        """Yield a recording whose header has been read and checked; its samples are counted."""
+        rate, longest = self.modality.sampling_rate, self.modality.max_seconds
+        with (
+            saved(file.data) as path,
+            Recording(path, rate, min(longest, MAX_RECORDINGS_S), file.param) as opened,
+        ):
+            yield opened
+
+
+def check_seconds(seconds: float, param: str) -> None:
+    """Raise InvalidInput if the recordings of a request are too long together."""
+    if seconds > MAX_RECORDINGS_S:
+        reason = f"the recordings last {seconds:.0f} seconds so far"
+        limit = f"at most {MAX_RECORDINGS_S:g} are accepted"
+        raise InvalidInput.at(param, f"{reason}; {limit}")

@@ -1,0 +1,174 @@
+"""Turns the files of a chat into a processed prompt, within limits of sizes and memory.
+
+    headers → sizes of all files → each file: cached, or decoded (decoders.py) and processed → the
+    text with the features of all files (processor.py)
+
+Runs in pool threads. The files of one request are decoded at a time, so that requests of text have
+the other threads. The bytes of tensors that wait for the encoder are limited; beyond the limit,
+requests wait without holding a thread.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from worker.messages.generation import MediaInput, MediaKind
+from worker.messages.protocol import IsWanted, Notify, Pending
+from worker.model.paged_runner import PagedRunner
+from worker.vision.decoders import AudioDecoder, ImageDecoder, MediaDecoder, check_seconds
+from worker.vision.encoder import EncoderCache, VisionEncoder
+from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
+from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
+
+MAX_WAITING_BYTES = 1 << 30
+
+
+class MediaPreprocessor:
+    """`max_pixels`: of one image. `max_bytes`: of tensors that wait for the encoder."""
+
+    def __init__(
+        self, processor: Processor, max_pixels: int, max_bytes: int = MAX_WAITING_BYTES
+    ) -> None:
+        self.processor = processor
+        self.decoders: dict[MediaKind, MediaDecoder] = {"image": ImageDecoder(max_pixels)}
+        if audio := processor.modalities.get("audio"):
+            self.decoders["audio"] = AudioDecoder(audio)
+        self._decode_lock = threading.Lock()  # also held by `recompute`
+        self.memory_limiter = MemoryLimiter(max_bytes)
+        self.cache = EncoderCache()
+        self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="media")
+
+    def new_scheduler(self, runner: PagedRunner, on_failure: OnFailure) -> EncoderScheduler:
+        """Return a scheduler of the encoder, with an empty cache."""
+        self.cache = EncoderCache()
+        return EncoderScheduler(VisionEncoder(runner, self.cache), on_failure)
+
+    @contextmanager
+    def admit(self, media: Sequence[MediaInput], cache_namespace: bytes = b"") -> Iterator[None]:
+        """Call `process` inside. Raises Pending while another request decodes its files or the
+        memory limit is reached, unless all of these files are cached."""
+        if all(self.cache.get(file.cache_key(cache_namespace)) for file in media):
+            yield
+            return
+        if not self.memory_limiter.start_decoding():
+            raise Pending(self.memory_limiter.call_when_free)
+        try:
+            yield
+        finally:
+            self.memory_limiter.end_decoding()
+
+    def process(
+        self,
+        text: str,
+        media: Sequence[MediaInput],
+        cache_namespace: bytes = b"",
+        is_wanted: IsWanted = lambda: True,
+        use_cache: bool = True,
+    ) -> ProcessorOutput:
+        """Return the processed prompt. Cached features are shared within `cache_namespace` only;
+        without `use_cache` all have their encoder inputs. Raises InvalidInput for files that are
+        broken or too large, ClientGone once not `is_wanted()`."""
+        tokens = self.processor.count_text_tokens(text)
+        self.processor.check_fits(tokens, media[0].param)
+        self._check_sizes(media, is_wanted)
+        processed: list[MediaFeatures] = []
+        seconds = 0.0  # a header may state less
+        for file in media:
+            key = file.cache_key(cache_namespace)
+            cached = self.cache.get(key) if use_cache else None
+            processed.append(cached or self._features(file, key, is_wanted))
+            seconds += processed[-1].seconds
+            check_seconds(seconds, file.param)
+            tokens += processed[-1].token_count
+            self.processor.check_fits(tokens, file.param)
+        output = self.processor.process_text(text, processed)
+        self.memory_limiter.reserve(output)
+        return output
+
+    def recompute(
+        self, text: str, media: Sequence[MediaInput], cache_namespace: bytes = b""
+    ) -> Future[ProcessorOutput]:
+        """Call `process` without the cache in a thread of its own. It does not wait for the memory
+        limit, since the requests that hold the memory may wait for this prompt."""
+        return self._recompute_thread.submit(
+            self.process, text, media, cache_namespace, use_cache=False
+        )
+
+    def token_ids(self, text: str, media: Sequence[MediaInput]) -> list[int]:
+        """Return the token ids of a prompt. Runs in the thread of `recompute`, so that concurrent
+        calls take no more memory than one."""
+        return self._recompute_thread.submit(self.process, text, media).result().ids
+
+    def close(self) -> None:
+        self._recompute_thread.shutdown(wait=False, cancel_futures=True)
+
+    def _check_sizes(self, files: Sequence[MediaInput], is_wanted: IsWanted) -> None:
+        """Raise InvalidInput if the headers of the files alone exceed the limits of their kind."""
+        for kind in dict.fromkeys(file.kind for file in files):
+            of_kind = [file for file in files if file.kind == kind]
+            self.decoders[kind].check_sizes(of_kind, self.processor.max_tokens, is_wanted)
+
+    def _features(self, file: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
+        with self._decode_lock:
+            decoded = self.decoders[file.kind].decode(file, is_wanted)
+            return self.processor.process_media(
+                file.kind, decoded, digest, file.is_low_detail, file.param, dict(file.limits)
+            )
+
+
+class MemoryLimiter:
+    """Limits the bytes of tensors that wait for the encoder, and lets one request decode at a time.
+    Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.is_decoding = False
+        self._waiting: list[Notify] = []
+        # reentrant: reserving may collect garbage, whose finalizers release
+        self._lock = threading.RLock()
+
+    @property
+    def is_full(self) -> bool:
+        return self.is_decoding or self.used_bytes >= self.max_bytes
+
+    def start_decoding(self) -> bool:
+        """Return False if the limiter is full."""
+        with self._lock:
+            if self.is_full:
+                return False
+            self.is_decoding = True
+            return True
+
+    def end_decoding(self) -> None:
+        with self._lock:
+            self.is_decoding = False
+        self._call_waiting()
+
+    def reserve(self, output: ProcessorOutput) -> None:
+        """Count the bytes of `output` until it is garbage."""
+        size = output.nbytes
+        weakref.finalize(output, self._release, size)
+        with self._lock:
+            self.used_bytes += size
+
+    def call_when_free(self, is_wanted: IsWanted, notify: Notify) -> None:
+        """Call `notify` once the limiter is not full, if `is_wanted()` then."""
+        with self._lock:
+            self._waiting.append(lambda: notify() if is_wanted() else None)
+        self._call_waiting()
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self.used_bytes -= size
+        self._call_waiting()
+
+    def _call_waiting(self) -> None:
+        with self._lock:
+            if self.is_full:
+                return
+            callbacks, self._waiting = self._waiting, []
+        for callback in callbacks:
+            callback()

@@ -1,0 +1,284 @@
+"""The kinds of media that a checkpoint's processor takes, a `Modality` for each.
+
+A kind has a part of the processor (an image processor, a feature extractor), whose call is replaced
+while a text is processed, and a token that stands for one item in a text. Items stay in the order
+of these tokens. A `Modality` does not change after loading and is shared by threads.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from worker.error_classification import first_line
+from worker.messages.generation import MediaKind
+
+# Tensors whose names start with this are read by the encoder alone, as are those of several axes
+# with floating-point numbers. Processing the text needs only their shapes.
+PIXEL_PREFIX = "pixel"
+# Outputs of the processor that are not passed on: ids are a field of their own, labels are for
+# training.
+NOT_INPUTS = ("input_ids", "attention_mask", "labels")
+WINDOW_S = 30  # of most feature extractors
+PLAIN_TEXT = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
+
+Tensors = dict[str, Tensor]
+# From the media that a part is called with, and its options, to its output.
+PartFunction = Callable[[Any, Mapping[str, Any]], Any]
+
+
+class KindNames(NamedTuple):
+    """Names of a kind in a ProcessorMixin: attributes with its part, and arguments of the call."""
+
+    attributes: Sequence[str]
+    argument: str
+    options: str
+
+
+KIND_NAMES: Mapping[MediaKind, KindNames] = {
+    "image": KindNames(("image_processor",), "images", "images_kwargs"),
+    "audio": KindNames(("audio_processor", "feature_extractor"), "audio", "audio_kwargs"),
+}
+
+
+class Calls(NamedTuple):
+    """A recorded call of a processor: the output of its part, and its own."""
+
+    features: dict[str, Any]
+    outputs: Mapping[str, Any]
+
+
+class Modality:
+    """How a processor takes media of one kind.
+
+    `token` stands for an item in a text, `token_id` for each row of the encoder's output.
+    `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `output_names`:
+    outputs of the processor that belong to the media, not to the text.
+    """
+
+    def __init__(self, processor: Any, kind: MediaKind, token_id: int) -> None:
+        names = KIND_NAMES[kind]
+        self.kind: MediaKind = kind
+        self.token: str = getattr(processor, f"{kind}_token")
+        self.token_id = token_id
+        self.attribute = next(name for name in names.attributes if hasattr(processor, name))
+        self.argument, self.options_name = names.argument, names.options
+        self.part = getattr(processor, self.attribute)
+        self.sampling_rate: int = getattr(self.part, "sampling_rate", 0)
+        accepted = inspect.signature(self.part.__call__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+        self._call_options: dict[str, Any] = {}
+        if "return_tensors" in accepted or takes_any:
+            self._call_options["return_tensors"] = "pt"
+        if "sampling_rate" in accepted:
+            self._call_options["sampling_rate"] = self.sampling_rate
+        one = self.record(processor, [self.sample()])
+        try:
+            two, self.max_items = self.record(processor, [self.sample()] * 2), None
+        except Exception:  # the processor takes one item of a text
+            two, self.max_items = one, 1
+        self._axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
+        tokens = len(token_ids(one.outputs))
+        self.max_seconds, self.tokens_per_second = math.inf, 0.0
+        if kind == "audio":
+            self._measure_limits(processor)
+        self.output_names = frozenset(
+            name
+            for name, value in one.outputs.items()
+            if name not in NOT_INPUTS
+            and (name in one.features or np.shape(value)[:2] != (1, tokens))
+        )
+
+    def sample(self) -> Any:
+        """Return a valid item."""
+        if self.kind == "image":
+            return Image.new("RGB", (64, 64))
+        noise = np.random.default_rng(0).normal(0, 0.1, self.sampling_rate)
+        return noise.astype(np.float32)
+
+    def _measure_limits(self, processor: Any) -> None:
+        """Find the length from which the processor truncates recordings, and how many tokens a
+        second of sound has, where it is the same for all lengths."""
+        self.max_seconds = getattr(processor, "max_audio_len", math.inf)
+        window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
+        noise = np.random.default_rng(0).normal(0, 0.1, window + self.sampling_rate)
+        noise = noise.astype(np.float32)
+        lengths = window // 2, window, len(noise)
+        calls = [self.record(processor, [noise[:length]]) for length in lengths]
+        counts = [token_ids(call.outputs).count(self.token_id) for call in calls]
+        whole, longer = calls[1].features, calls[2].features
+        if all(np.array_equal(whole[name], longer[name]) for name in whole):
+            self.max_seconds = min(self.max_seconds, window / self.sampling_rate)
+        if counts[0] < counts[1] <= counts[2]:
+            self.tokens_per_second = (counts[1] - counts[0]) / (window / 2 / self.sampling_rate)
+
+    def size(self, item: Any) -> int:
+        """Return what the processor reads of an item beside its features: a recording's samples."""
+        return 0 if self.kind == "image" else len(item)
+
+    def blank(self, size: int) -> Any:
+        """Return an item of that `size`, without memory."""
+        if self.kind == "image":
+            return Image.new("RGB", (1, 1))
+        return np.broadcast_to(np.float32(0), (size,))
+
+    def describe(self, item: Any) -> str:
+        """Return an item's noun and size, for errors."""
+        if self.kind == "image":
+            return f"an image of {item.width} × {item.height} pixels"
+        return f"a recording of {len(item) / self.sampling_rate:.2f} seconds"
+
+    def record(self, processor: Any, items: Sequence[Any], **options: Any) -> Calls:
+        """Call a processor with a text of nothing but these items."""
+        calls: list[dict[str, Any]] = []
+
+        def process(given: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+            # a recording may come in windows
+            media = [*items] if self.kind == "image" else given
+            calls.append(dict(self.part(media, **{**options, **self._call_options})))
+            return dict(calls[0])  # a copy: some processors remove entries
+
+        blanks = [self.blank(self.size(item)) for item in items]
+        replaced = {self: ([*items] if self.kind == "audio" else blanks, process)}
+        named = {self.options_name: options} if options else {}
+        outputs = call_replaced(processor, self.token * len(items), replaced, **named)
+        [features] = calls
+        return Calls(features, outputs)
+
+    def concatenate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the tensors of several items; smaller ones are padded with zeros."""
+        if len(items) == 1:
+            return dict(items[0])
+        return {
+            name: _concatenate([item[name] for item in items], self._axes[name])
+            for name in items[0]
+        }
+
+    def split(self, tensors: Tensors, tokens: int) -> Sequence[Tensors]:
+        """Split an image into tiles, which bounds the time of one encoder run. It is split if all
+        its tensors are equally long along the axis that joins images, and that length divides its
+        number of `tokens`."""
+        lengths = {tensor.shape[self._axes[name]] for name, tensor in tensors.items()}
+        length = lengths.pop() if self.kind == "image" and len(lengths) == 1 else 1
+        if length < 2 or tokens % length:
+            return [tensors]
+        return [
+            {name: tensor.narrow(self._axes[name], n, 1) for name, tensor in tensors.items()}
+            for n in range(length)
+        ]
+
+
+def find_modalities(
+    processor: Any, config: Any
+) -> tuple[dict[MediaKind, Modality], dict[MediaKind, str]]:
+    """Return those of a checkpoint's processor: of kinds that it has a part and a token for; and
+    why it does not take media of the other kinds that it has a part for."""
+    found: dict[MediaKind, Modality] = {}
+    failures: dict[MediaKind, str] = {}
+    for kind, names in KIND_NAMES.items():
+        if not any(getattr(processor, name, None) for name in names.attributes):
+            continue
+        token_id = placeholder_id(processor, config, kind)
+        if token_id is None or not getattr(processor, f"{kind}_token", None):
+            failures[kind] = "it has no token for them"
+            continue
+        try:
+            found[kind] = Modality(processor, kind, token_id)
+        except Exception as error:  # any error of the library
+            failures[kind] = first_line(error)
+    return found, failures
+
+
+def placeholder_id(processor: Any, config: Any, kind: MediaKind) -> int | None:
+    """Return the id of the token that the rows of the encoder's output replace."""
+    for holder, name in ((config, f"{kind}_token_id"), (config, f"{kind}_token_index")):
+        if isinstance(id_ := getattr(holder, name, None), int):
+            return id_
+    id_ = getattr(processor, f"{kind}_token_id", None)
+    return id_ if isinstance(id_, int) else None
+
+
+def call_replaced(
+    processor: Any,
+    text: str,
+    replaced: Mapping[Modality, tuple[Sequence[Any], PartFunction]],
+    **options: Any,
+) -> Any:
+    """Call a processor with a text and media, with a function in place of each modality's part."""
+    duplicate, media = copy.copy(processor), {}
+    for modality, (items, process) in replaced.items():
+        setattr(duplicate, modality.attribute, _ReplacedPart(modality.part, process))
+        media[modality.argument] = items
+    return duplicate(text=[text], text_kwargs=PLAIN_TEXT, **media, **options)
+
+
+class _ReplacedPart:
+    """A part of a processor whose attributes stay and whose call is replaced."""
+
+    def __init__(self, part: Any, process: PartFunction) -> None:
+        self._part = part
+        self._process = process
+
+    def __call__(self, media: Any = None, **options: Any) -> Any:
+        for name in ("images", "audio", "raw_speech"):
+            media = options.pop(name, media)
+        return self._process(media, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+# ── outputs ──
+
+
+def token_ids(outputs: Mapping[str, Any]) -> list[int]:
+    return [int(token) for token in outputs["input_ids"][0]]
+
+
+def is_encoder_input(name: str, value: Tensor) -> bool:
+    """Return whether the encoder alone reads a tensor of the media."""
+    return name.startswith(PIXEL_PREFIX) or (value.is_floating_point() and value.ndim > 1)
+
+
+def without_memory(name: str, feature: Any) -> Any:
+    """Replace an input of the encoder by a tensor of the same shape that takes no memory."""
+    if not (isinstance(feature, Tensor) and is_encoder_input(name, feature)):
+        return feature
+    return feature.new_zeros(()).expand(feature.shape)
+
+
+def _infer_axes(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, int]:
+    """Return the axis along which each feature of several items is joined: the one that is twice as
+    long for two items as for one."""
+    return {
+        name: next((n for n, size in enumerate(single) if double[n] == 2 * size), 0)
+        for name in one.keys() & two.keys()
+        for single, double in [(np.shape(one[name]), np.shape(two[name]))]
+    }
+
+
+def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+    if not isinstance(parts[0], Tensor):  # nested lists of numbers
+        if axis:
+            return [_concatenate(rows, axis - 1) for rows in zip(*parts, strict=True)]
+        return [value for part in parts for value in part]
+    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    if all(map(_has_no_memory, parts)):
+        return parts[0].new_zeros(()).expand(shape)
+    joined, start = parts[0].new_zeros(shape), 0
+    for part in parts:
+        region = [slice(size) for size in part.shape]
+        region[axis] = slice(start, start + part.shape[axis])
+        joined[tuple(region)] = part
+        start += part.shape[axis]
+    return joined
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
