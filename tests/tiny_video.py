@@ -2,14 +2,10 @@
 their checkpoints. It needs torchvision: see tests/videos.py."""
 
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests import tiny_multimodal
-from tests.tiny import SMALL, saved
+from tests.tiny import SMALL
 from tests.tiny import hf as hf
 from tests.tiny_decoders import with_random_vectors
 from tests.tiny_multimodal import PATCH, SIDE, SIZE, VISION, new_tokenizer, text
@@ -17,12 +13,6 @@ from tests.tiny_multimodal import PATCH, SIDE, SIZE, VISION, new_tokenizer, text
 TEXT_PART = "{% else %}{{ part.text }}"
 QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
-
-
-@cache
-def folder(name: str) -> Path:
-    torch.manual_seed(sum(name.encode()))
-    return saved(f"video-{name}", BUILDERS[name]())
 
 
 def with_videos(tokenizer: Any, video: str) -> Any:
@@ -173,3 +163,5 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "video-llava": video_llava,
     "internvl": internvl,
 }
+# by these names in tests/multimodal.py
+tiny_multimodal.BUILDERS.update({f"video-{name}": build for name, build in BUILDERS.items()})
