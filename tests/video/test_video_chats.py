@@ -222,7 +222,7 @@ def test_videos_that_cannot_be_joined_are_refused() -> None:
 
 def test_too_many_frames_are_refused() -> None:
     many = clip(frames=800, size=(16, 16), rate=10)
-    with pytest.raises(InvalidInput, match="800 frames of the video are to be read"):
+    with pytest.raises(InvalidInput, match="chooses 800 frames of the video"):
         serve(engine("video-llava-onevision"), [ask(many, limits=(("fps", 10.0),))])
     with pytest.raises(InvalidInput, match="chooses no frames"):
         serve(engine("video-qwen2-vl"), [ask(ONE, limits=(("num_frames", 30),))])

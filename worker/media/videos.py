@@ -22,7 +22,6 @@ from worker.media.media_process import (
 )
 
 MAX_VIDEO_S = 2 * 3600.0
-MAX_FRAMES = 768  # that are decoded of a video; Qwen's processors choose no more themselves
 NO_DECODER = "videos need the server's extra [video], which is not installed"
 UNREADABLE = "this is not a video that can be read (MP4, QuickTime, WebM, Matroska)"
 
@@ -65,9 +64,6 @@ def read_frames(
     `is_wanted()`."""
     width, height = size
     numbers = sorted(set(indices))
-    if len(numbers) > MAX_FRAMES:
-        many = f"{len(numbers)} frames of the video are to be read"
-        raise InvalidInput(f"{many}; at most {MAX_FRAMES} are accepted", param)
     frames = np.empty((len(numbers), height, width, 3), np.uint8)
     with closing(_open(path, param, "frames", numbers=numbers, size=size)) as process:
         for frame in frames:

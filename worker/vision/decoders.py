@@ -14,7 +14,7 @@ from worker.media.audio import BLOCK, NO_SAMPLES, Recording
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.media.inputs import saved
 from worker.media.videos import MAX_VIDEO_S, VideoMetadata, probe_video, read_frames
-from worker.messages.generation import LIMITS, MediaInput
+from worker.messages.generation import LIMITS, MAX_FRAMES, MediaInput
 from worker.messages.protocol import IsWanted
 from worker.vision.modality import Modality
 from worker.vision.video import Video
@@ -149,6 +149,10 @@ class VideoDecoder:
         metadata = self._probe(file)
 
         def read(indices: Sequence[int]) -> np.ndarray:
+            if len(indices) > MAX_FRAMES:
+                many = f"the model's processor chooses {len(indices)} frames of the video"
+                limit = f"at most {MAX_FRAMES} are accepted: send fps or num_frames"
+                raise InvalidInput(f"{many}; {limit}", file.param)
             width, height = metadata.width, metadata.height
             pixels = width * height * len(indices)
             if (ratio := REQUEST_PIXELS_RATIO * self.max_pixels / pixels) < 1:

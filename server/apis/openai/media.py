@@ -7,7 +7,7 @@ A file is a data: URL or a link, never a path.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,10 @@ from worker.registry import TextModelInfo
 Detail = Literal["auto", "low", "high", "original"]
 T = TypeVar("T")
 # The container is read from the data: these names are checked, and nothing more.
-AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm")
+FORMATS: Mapping[MediaKind, Sequence[str]] = {
+    "audio": ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm"),
+    "video": ("mp4", "m4v", "mov", "webm", "mkv"),
+}
 
 
 class ImageUrl(Struct):
@@ -34,21 +37,21 @@ class ImageUrl(Struct):
     detail: Detail | None = None
 
 
-class AudioUrl(Struct):
+class FileUrl(Struct):
     url: str
 
 
-class AudioData(Struct):
+class FileData(Struct):
     """`data`: of the file, in base64."""
 
     data: str
     format: str
 
-    def media_input(self, param: str) -> MediaInput:
-        if self.format.lower() not in AUDIO_FORMATS:
-            accepted = f"is not {self.format[:20]!r} but one of {', '.join(AUDIO_FORMATS)}"
+    def media_input(self, param: str, kind: MediaKind) -> MediaInput:
+        if self.format.lower() not in FORMATS[kind]:
+            accepted = f"is not {self.format[:20]!r} but one of {', '.join(FORMATS[kind])}"
             raise InvalidInput.at(f"{param}.format", accepted)
-        return MediaInput(to_bytes(self.data, f"{param}.data"), "auto", param, kind="audio")
+        return MediaInput(to_bytes(self.data, f"{param}.data"), "auto", param, kind=kind)
 
 
 def url_input(url: str, detail: Detail | None, param: str, kind: MediaKind = "image") -> MediaInput:

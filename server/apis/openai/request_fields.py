@@ -9,7 +9,7 @@ ids and lengths are checked by the model's `prepare`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -30,6 +30,8 @@ from server.apis.openai.response_format import (
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
 from worker.messages.generation import (
+    LIMITS,
+    MAX_FRAMES,
     WHITE,
     Chat,
     Constraint,
@@ -71,6 +73,8 @@ Template = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
+FrameRate = Annotated[float, Meta(gt=0, le=1000)]
+FrameCount = Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -89,11 +93,14 @@ class ExtraArgs(Struct):
     no_repeat_ngram_size: NgramSize | None = None
 
 
-class PixelLimits(Struct):
-    """Of each image, as Qwen's processors and those after them have them."""
+class MediaLimits(Struct):
+    """`min_pixels`, `max_pixels`: of each image, as Qwen's processors and those after them have
+    them. `fps`, `num_frames`: of the frames that are chosen of each video."""
 
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
+    fps: FrameRate | None = None
+    num_frames: FrameCount | None = None
 
 
 class ImageDecoding(Struct):
@@ -101,8 +108,14 @@ class ImageDecoding(Struct):
     rgba_background_color: tuple[Byte, Byte, Byte] | None = None
 
 
+class VideoDecoding(Struct):
+    fps: FrameRate | None = None
+    num_frames: FrameCount | None = None
+
+
 class MediaDecoding(Struct):
     image: ImageDecoding | None = None
+    video: VideoDecoding | None = None
 
 
 class StreamOptions(Struct):
@@ -224,7 +237,7 @@ class GenerationRequest(Struct, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    mm_processor_kwargs: PixelLimits | None = None
+    mm_processor_kwargs: MediaLimits | None = None
     media_io_kwargs: MediaDecoding | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
@@ -355,16 +368,27 @@ class GenerationRequest(Struct, kw_only=True):
             **fields,
         )
 
-    def _with_options(self, image: MediaInput) -> MediaInput:
-        """Return an image with the options of all images of the request."""
-        pixels, media = self.mm_processor_kwargs or PixelLimits(), self.media_io_kwargs
-        limits = tuple(
-            (name, value)
-            for name, value in msgspec.structs.asdict(pixels).items()
-            if value is not None
-        )
-        color = media.image.rgba_background_color if media and media.image else None
-        return replace(image, limits=limits, background=color or WHITE)
+    def _with_options(self, file: MediaInput) -> MediaInput:
+        """Return a file with the options of all files of its kind."""
+        own, decoding = self.mm_processor_kwargs or MediaLimits(), self.media_io_kwargs
+        image = decoding.image if decoding else None
+        video = decoding.video if decoding else None
+        limits: dict[str, float | None] = {}
+        if file.kind == "image":
+            color = image.rgba_background_color if image else None
+            limits = {"min_pixels": own.min_pixels, "max_pixels": own.max_pixels}
+            file = replace(file, background=color or WHITE)
+        if file.kind == "video":
+            limits = {"fps": own.fps, "num_frames": own.num_frames}
+            if video and not _given(limits):
+                limits = {"fps": video.fps, "num_frames": video.num_frames}
+            if len(_given(limits)) > 1:
+                raise InvalidInput.at(f"{LIMITS}.num_frames", "cannot be combined with fps")
+        return replace(file, limits=_given(limits))
+
+
+def _given(limits: Mapping[str, float | None]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for name, value in limits.items() if value is not None)
 
 
 def _biases(biases: dict[str, float] | None) -> dict[int, float]:
