@@ -9,7 +9,7 @@ ids and lengths are checked by the model's `prepare`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -21,6 +21,7 @@ from msgspec import Meta, Struct, inspect
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
+from server.apis.openai.media import MediaDecoding, MediaLimits, with_options
 from server.apis.openai.response_format import (
     RequestedFormat,
     ResponseFormat,
@@ -30,13 +31,9 @@ from server.apis.openai.response_format import (
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
 from worker.messages.generation import (
-    LIMITS,
-    MAX_FRAMES,
-    WHITE,
     Chat,
     Constraint,
     GenerationInput,
-    MediaInput,
     Sampling,
     Stopping,
 )
@@ -67,14 +64,11 @@ Biases = Annotated[
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-Byte = Annotated[int, Meta(ge=0, le=255)]
 NgramSize = Annotated[int, Meta(ge=0, le=128)]
 Template = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
-FrameRate = Annotated[float, Meta(gt=0, le=1000)]
-FrameCount = Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -91,31 +85,6 @@ class ExtraArgs(Struct):
     """vLLM's place for the parameters of plugins."""
 
     no_repeat_ngram_size: NgramSize | None = None
-
-
-class MediaLimits(Struct):
-    """`min_pixels`, `max_pixels`: of each image, as Qwen's processors and those after them have
-    them. `fps`, `num_frames`: of the frames that are chosen of each video."""
-
-    min_pixels: PositiveInt | None = None
-    max_pixels: PositiveInt | None = None
-    fps: FrameRate | None = None
-    num_frames: FrameCount | None = None
-
-
-class ImageDecoding(Struct):
-    image_mode: Literal["RGB"] | None = None
-    rgba_background_color: tuple[Byte, Byte, Byte] | None = None
-
-
-class VideoDecoding(Struct):
-    fps: FrameRate | None = None
-    num_frames: FrameCount | None = None
-
-
-class MediaDecoding(Struct):
-    image: ImageDecoding | None = None
-    video: VideoDecoding | None = None
 
 
 class StreamOptions(Struct):
@@ -325,7 +294,8 @@ class GenerationRequest(Struct, kw_only=True):
             config["no_repeat_ngram_size"] = size
         limits = config.get("max_new_tokens"), config.get("max_length")
         if isinstance(prompt, Chat) and prompt.media:
-            prompt = replace(prompt, media=tuple(map(self._with_options, prompt.media)))
+            options = self.mm_processor_kwargs, self.media_io_kwargs
+            prompt = replace(prompt, media=with_options(prompt.media, *options))
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -367,28 +337,6 @@ class GenerationRequest(Struct, kw_only=True):
             skips_special=self.skip_special_tokens is not False,
             **fields,
         )
-
-    def _with_options(self, file: MediaInput) -> MediaInput:
-        """Return a file with the options of all files of its kind."""
-        own, decoding = self.mm_processor_kwargs or MediaLimits(), self.media_io_kwargs
-        image = decoding.image if decoding else None
-        video = decoding.video if decoding else None
-        limits: dict[str, float | None] = {}
-        if file.kind == "image":
-            color = image.rgba_background_color if image else None
-            limits = {"min_pixels": own.min_pixels, "max_pixels": own.max_pixels}
-            file = replace(file, background=color or WHITE)
-        if file.kind == "video":
-            limits = {"fps": own.fps, "num_frames": own.num_frames}
-            if video and not _given(limits):
-                limits = {"fps": video.fps, "num_frames": video.num_frames}
-            if len(_given(limits)) > 1:
-                raise InvalidInput.at(f"{LIMITS}.num_frames", "cannot be combined with fps")
-        return replace(file, limits=_given(limits))
-
-
-def _given(limits: Mapping[str, float | None]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, value) for name, value in limits.items() if value is not None)
 
 
 def _biases(biases: dict[str, float] | None) -> dict[int, float]:
