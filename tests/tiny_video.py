@@ -4,7 +4,7 @@ their checkpoints. It needs torchvision: see tests/videos.py."""
 from collections.abc import Callable
 from typing import Any
 
-from tests import tiny_multimodal
+from tests import tiny_audio, tiny_multimodal
 from tests.tiny import SMALL
 from tests.tiny import hf as hf
 from tests.tiny_decoders import with_random_vectors
@@ -151,6 +151,22 @@ def internvl() -> list[Any]:
     return [with_random_vectors(hf.InternVLForConditionalGeneration(config)), processor]
 
 
+def qwen2_5_omni_thinker() -> list[Any]:
+    """Its processor enlarges frames."""
+    model, images, tokenizer, settings = tiny_audio.qwen2_5_omni_thinker()
+    model.config.text_config.max_position_embeddings = tokenizer.model_max_length = 6400
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64 * 4}
+    videos = hf.Qwen2VLVideoProcessor(patch_size=PATCH, merge_size=2, size=sizes)
+    video = "<|vision_bos|><|VIDEO|><|vision_eos|>"
+    return [model, images, with_videos(tokenizer, video), videos, settings]
+
+
+def gemma4() -> list[Any]:
+    model, images, tokenizer, settings = tiny_multimodal.gemma4_small()
+    videos = hf.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70, num_frames=4)
+    return [model, images, with_videos(tokenizer, "<|video|>"), videos, settings]
+
+
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2-vl": lambda: qwen(tiny_multimodal.qwen2_vl, "Qwen2VL"),
     "qwen2.5-vl": lambda: qwen(tiny_multimodal.qwen2_5_vl, "Qwen2VL"),
@@ -162,6 +178,8 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "llava-next-video": llava_next_video,
     "video-llava": video_llava,
     "internvl": internvl,
+    "qwen2.5-omni-thinker": qwen2_5_omni_thinker,
+    "gemma4": gemma4,
 }
 # by these names in tests/multimodal.py
 tiny_multimodal.BUILDERS.update({f"video-{name}": build for name, build in BUILDERS.items()})
