@@ -22,6 +22,7 @@ from tests.generating import Request, Served, serve
 from tests.matrix import matrix
 from tests.multimodal import (
     OUTPUT_TOKENS,
+    assert_generated,
     engine,
     in_small_chunks,
     png,
@@ -237,6 +238,14 @@ def test_frames_are_chosen_as_a_request_asks() -> None:
         lengths.add(len(served.prompt))
     assert driver.total("cached_tokens") > prompt_start(served)
     assert len(lengths) == 2
+
+
+def test_preempted_videos_are_decoded_again() -> None:
+    model = "video-qwen2-vl"
+    items = [ask("One ", noisy(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
+    served, driver = serve(engine(model, blocks=22), items)
+    assert driver.total("preempted")
+    assert_generated(model, served)
 
 
 @pytest.mark.parametrize("family", matrix(FAMILIES, "qwen2-vl"))
