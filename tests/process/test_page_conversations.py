@@ -20,7 +20,7 @@ SEER = {
     "id": "seer",
     "root": "seer",
     "serves": "generation",
-    "input_modalities": ["text", "image", "audio"],
+    "input_modalities": ["text", "image", "audio", "video"],
 }
 DROP = """([selector, name, type]) => {
     const transfer = new DataTransfer();
@@ -224,19 +224,22 @@ def test_an_image_dropped_anywhere_is_attached(visitor: Any, server: Server) -> 
         assert page.evaluate(DROP, [selector, f"{n}.svg", "image/svg+xml"]), "or it is opened"
         page.get_by_role("button", name=f"Remove {n}.svg").wait_for()
     assert page.evaluate(DROP, ["body", "a.pdf", "application/pdf"])
-    page.get_by_text("Only images and recordings can be attached").wait_for()
+    page.get_by_text("Only images, recordings, videos can be attached").wait_for()
     page.get_by_role("tab", name="Live").click()
     assert page.evaluate(DROP, ["body", "3.svg", "image/svg+xml"]), "on other tabs too"
     page.get_by_role("tab", name="Chat").click()
     assert page.get_by_role("button", name="Remove").count() == 3
     assert page.evaluate(DROP, ["body", "talk.wav", "audio/wav"])
+    assert page.evaluate(DROP, ["body", "walk.mp4", "video/mp4"])
     done = {"content_type": "text/event-stream", "body": "data: [DONE]\n\n"}
     visitor.route("**/chat/completions", lambda route: route.fulfill(**done))
     with page.expect_request("**/chat/completions") as sent:
         page.get_by_role("button", name="Send").click()
-    *_, sound = sent.value.post_data_json["messages"][-1]["content"]
+    *_, sound, video = sent.value.post_data_json["messages"][-1]["content"]
     assert sound["audio_url"]["url"].startswith("data:audio/wav;base64,")
+    assert video["video_url"]["url"].startswith("data:video/mp4;base64,")
     page.get_by_text("talk.wav").wait_for()
+    page.get_by_text("walk.mp4").wait_for()
 
 
 def test_a_text_model_refuses_images_with_a_reason(page: Any) -> None:

@@ -24,7 +24,7 @@ from batching.errors import InvalidInput, QueueFull
 from tests.serving import wait_until
 from tests.transcribing import CTC, WHISPER, new_speech_engine, prepared
 from tests.unit.test_media import tone, without_length
-from worker.media import audio, audio_process
+from worker.media import audio, media_process
 from worker.media.audio import Recording
 from worker.messages.transcription import TranscriptionInput
 
@@ -135,7 +135,7 @@ def test_a_file_without_audio_is_cut_off_by_its_cpu_limit(monkeypatch: pytest.Mo
             packet = av.Packet(b"x")
             packet.stream, packet.pts, packet.dts = stream, at, at
             file.mux(packet)
-    monkeypatch.setattr(audio_process, "CPU_S", 1)
+    monkeypatch.setattr(media_process, "CPU_S", 1)
     with (
         Recording(path_of(buffer.getvalue()), RATE) as hollow,
         pytest.raises(InvalidInput, match="can be"),
@@ -163,7 +163,7 @@ def processes() -> list[str]:
 
 
 def fork_server() -> int:
-    running = audio_process._fork_server._running
+    running = media_process._fork_server._running
     assert running
     return running[1].pid
 
@@ -179,7 +179,7 @@ def test_closing_a_recording_ends_its_process(sound: bytes) -> None:
 def test_processes_are_limited_and_a_short_recording_keeps_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(audio_process, "_slots", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(media_process, "_slots", threading.BoundedSemaphore(1))
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload = TranscriptionInput(str(tmp_path / "a.webm"))
     waiting = [prepared(new_speech_engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
@@ -193,7 +193,7 @@ def test_processes_are_limited_and_a_short_recording_keeps_none(
 
 def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its process ends although the exception is still referenced."""
-    monkeypatch.setattr(audio_process, "_slots", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(media_process, "_slots", threading.BoundedSemaphore(1))
     broken = np.full(RATE, np.nan, np.float32)
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload, refusals = TranscriptionInput(str(tmp_path / "a.webm")), []
@@ -202,7 +202,7 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
             with pytest.raises(InvalidInput) as refusal:
                 prepared(new_speech_engine(kind), invalid)
             refusals.append(refusal)
-    monkeypatch.setattr(audio_process.AudioProcess, "read", lambda self, count: broken)
+    monkeypatch.setattr(media_process.AudioProcess, "read", lambda self, count: broken)
     for kind in (WHISPER, CTC):
         with pytest.raises(InvalidInput, match="too large") as refusal:
             prepared(new_speech_engine(kind), payload)
@@ -212,7 +212,7 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_dropped_recording_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client disconnected before the worker got the item."""
-    monkeypatch.setattr(audio_process, "_slots", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(media_process, "_slots", threading.BoundedSemaphore(1))
     path = path_of(contained("webm", "libopus", 60.0))
     gc.disable()
     try:
@@ -281,9 +281,9 @@ def test_a_killed_fork_server_is_started_again() -> None:
 
 def test_the_processes_end_with_a_killed_server() -> None:
     program = (
-        "import sys, time; from worker.media import audio, audio_process;"
+        "import sys, time; from worker.media import audio, media_process;"
         "recording = audio.Recording(sys.argv[1], 16_000);"
-        "server = audio_process._fork_server._running[1].pid;"
+        "server = media_process._fork_server._running[1].pid;"
         "children = open(f'/proc/{server}/task/{server}/children').read();"
         "print(server, children, flush=True);"
         "time.sleep(60)"

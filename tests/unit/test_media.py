@@ -20,10 +20,10 @@ from PIL import Image, ImageOps
 from batching.errors import ClientGone, InvalidInput, QueueFull
 from worker.engines.pipeline.limits import check_audio
 from worker.media import audio, images, inputs, jpeg
-from worker.media.audio_process import AudioProcess
 from worker.media.data_urls import to_bytes
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_images
+from worker.media.media_process import AudioProcess
 
 RATE = 16000
 PIXELS = 64_000_000

@@ -2,7 +2,7 @@
 
     file → header, checked → blocks of mono samples → resampled as a stream → windows
 
-A process of its own decodes the file (audio_process.py): libsndfile reads WAV, FLAC, OGG, Opus and
+A process of its own decodes the file (media_process.py): libsndfile reads WAV, FLAC, OGG, Opus and
 MP3, FFmpeg the formats of phones and browsers, m4a and WebM. A header's length is not trusted: the
 samples are counted while they are read. One thread at a time reads a recording.
 """
@@ -14,11 +14,11 @@ from typing import Self
 import numpy as np
 
 from batching.errors import InvalidInput, QueueFull
-from worker.media.audio_process import (
+from worker.media.media_process import (
     MAX_PROCESSES,
     AudioProcess,
     TooManyProcesses,
-    UnreadableAudio,
+    UnreadableMedia,
 )
 
 MIN_AUDIO_S = 0.03  # speech models need one frame of 25 ms
@@ -118,7 +118,7 @@ class Recording:
             raise QueueFull(full) from None
         except OSError as error:
             raise QueueFull("no process can be started to read the recording") from error
-        except UnreadableAudio as error:
+        except UnreadableMedia as error:
             raise InvalidInput(str(error) or UNREADABLE, self.param) from None
 
     def _check_header(self) -> float:
@@ -162,7 +162,7 @@ def blocks(source: AudioProcess, rate: int, max_s: float, param: str) -> Iterato
 def read_block(source: AudioProcess, count: int, param: str) -> np.ndarray:
     try:
         mono = source.read(count)
-    except UnreadableAudio:
+    except UnreadableMedia:
         raise InvalidInput(f"{UNREADABLE}, or it is broken", param) from None
     if not (np.abs(mono) <= MAX_AMPLITUDE).all():
         raise InvalidInput("samples of the audio are not finite numbers, or too large", param)

@@ -14,9 +14,10 @@ from worker.messages.adapters import Adapter
 INPUT = "input"  # the argument of a custom tool
 # The sampling parameters that a request may leave to the model.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its images
+LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its media
 WHITE = (255, 255, 255)
 TRANSCRIBE = "Write down what is said in the recording, word for word and nothing else."
+MAX_FRAMES = 768  # of a video; Qwen's processors choose no more themselves
 MAX_MEDIA = 20  # of a request's prompt, all kinds together
 MediaKind = Literal["image", "audio", "video"]
 NOUNS: Mapping[MediaKind, str] = {"image": "an image", "audio": "a recording", "video": "a video"}
@@ -29,13 +30,14 @@ TEXT_ONLY: Mapping[MediaKind, str] = {
 
 @dataclass(frozen=True)
 class MediaInput:
-    """An image or recording of a chat: the bytes of a file, or a link to fetch them from."""
+    """An image, recording or video of a chat: the bytes of a file, or a link to fetch them from."""
 
     data: bytes
     detail: str  # `low` downscales an image
     param: str  # the field that errors about it name
     link: str = ""
-    limits: tuple[tuple[str, int], ...] = ()  # `min_pixels` and `max_pixels`, for the processor
+    # for the processor: `min_pixels` and `max_pixels` of an image, `fps` or `num_frames`
+    limits: tuple[tuple[str, float], ...] = ()
     background: tuple[int, int, int] = WHITE  # of transparent pixels
     kind: MediaKind = "image"
 

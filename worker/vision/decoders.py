@@ -3,6 +3,7 @@ of a request first, then each file is decoded. Runs in pool threads."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import sqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,9 +13,11 @@ from batching.errors import ClientGone, InvalidInput
 from worker.media.audio import BLOCK, NO_SAMPLES, Recording
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.media.inputs import saved
-from worker.messages.generation import LIMITS, MediaInput
+from worker.media.videos import MAX_VIDEO_S, VideoMetadata, probe_video, read_frames
+from worker.messages.generation import LIMITS, MAX_FRAMES, MediaInput
 from worker.messages.protocol import IsWanted
 from worker.vision.modality import Modality
+from worker.vision.video import Video
 
 # The images of a request may have this many times the pixels of a single image.
 REQUEST_PIXELS_RATIO = 4
@@ -123,3 +126,42 @@ def check_seconds(seconds: float, param: str) -> None:
         reason = f"the recordings last {seconds:.0f} seconds so far"
         limit = f"at most {MAX_RECORDINGS_S:g} are accepted"
         raise InvalidInput.at(param, f"{reason}; {limit}")
+
+
+class VideoDecoder:
+    """`max_pixels`: of a frame. The chosen frames of a video are scaled down beyond
+    REQUEST_PIXELS_RATIO times as many."""
+
+    def __init__(self, max_pixels: int) -> None:
+        self.max_pixels = max_pixels
+
+    def check_sizes(
+        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
+    ) -> None:
+        seconds = 0.0
+        for file in files:
+            seconds += self._probe(file).seconds
+            if seconds > MAX_VIDEO_S:
+                long = f"the videos last {seconds:.0f} seconds so far"
+                raise InvalidInput(f"{long}; at most {MAX_VIDEO_S:g} are accepted", file.param)
+
+    def decode(self, file: MediaInput, is_wanted: IsWanted) -> Video:
+        metadata = self._probe(file)
+
+        def read(indices: Sequence[int]) -> np.ndarray:
+            if len(indices) > MAX_FRAMES:
+                many = f"the model's processor chooses {len(indices)} frames of the video"
+                limit = f"at most {MAX_FRAMES} are accepted: send fps or num_frames"
+                raise InvalidInput(f"{many}; {limit}", file.param)
+            width, height = metadata.width, metadata.height
+            pixels = width * height * len(indices)
+            if (ratio := REQUEST_PIXELS_RATIO * self.max_pixels / pixels) < 1:
+                width, height = (max(1, int(side * sqrt(ratio))) for side in (width, height))
+            with saved(file.data) as path:
+                return read_frames(path, indices, (width, height), file.param, is_wanted)
+
+        return Video(metadata, read, file.param)
+
+    def _probe(self, file: MediaInput) -> VideoMetadata:
+        with saved(file.data) as path:
+            return probe_video(path, file.param, self.max_pixels)

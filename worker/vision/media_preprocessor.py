@@ -17,7 +17,13 @@ from contextlib import contextmanager
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
-from worker.vision.decoders import AudioDecoder, ImageDecoder, MediaDecoder, check_seconds
+from worker.vision.decoders import (
+    AudioDecoder,
+    ImageDecoder,
+    MediaDecoder,
+    VideoDecoder,
+    check_seconds,
+)
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
@@ -32,7 +38,10 @@ class MediaPreprocessor:
         self, processor: Processor, max_pixels: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         self.processor = processor
-        self.decoders: dict[MediaKind, MediaDecoder] = {"image": ImageDecoder(max_pixels)}
+        self.decoders: dict[MediaKind, MediaDecoder] = {
+            "image": ImageDecoder(max_pixels),
+            "video": VideoDecoder(max_pixels),
+        }
         if audio := processor.modalities.get("audio"):
             self.decoders["audio"] = AudioDecoder(audio)
         self._decode_lock = threading.Lock()  # also held by `recompute`

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -43,6 +44,7 @@ class KindNames(NamedTuple):
 KIND_NAMES: Mapping[MediaKind, KindNames] = {
     "image": KindNames(("image_processor",), "images", "images_kwargs"),
     "audio": KindNames(("audio_processor", "feature_extractor"), "audio", "audio_kwargs"),
+    "video": KindNames(("video_processor",), "videos", "videos_kwargs"),
 }
 
 
@@ -57,19 +59,22 @@ class Modality:
     """How a processor takes media of one kind.
 
     `token` stands for an item in a text, `token_id` for each row of the encoder's output.
-    `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `output_names`:
-    outputs of the processor that belong to the media, not to the text.
+    `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `axes`: along which
+    tensors of items are joined. `output_names`: outputs of the processor that belong to the media,
+    not to the text.
     """
 
-    def __init__(self, processor: Any, kind: MediaKind, token_id: int) -> None:
+    def __init__(self, processor: Any, kind: MediaKind, candidates: Sequence[int]) -> None:
+        """`candidates`: ids that may be `token_id`."""
         names = KIND_NAMES[kind]
         self.kind: MediaKind = kind
         self.token: str = getattr(processor, f"{kind}_token")
-        self.token_id = token_id
         self.attribute = next(name for name in names.attributes if hasattr(processor, name))
         self.argument, self.options_name = names.argument, names.options
         self.part = getattr(processor, self.attribute)
         self.sampling_rate: int = getattr(self.part, "sampling_rate", 0)
+        options = getattr(self.part, "valid_kwargs", dict)
+        self.option_names = frozenset(getattr(options, "__annotations__", ()))
         accepted = inspect.signature(self.part.__call__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
         self._call_options: dict[str, Any] = {}
@@ -78,12 +83,14 @@ class Modality:
         if "sampling_rate" in accepted:
             self._call_options["sampling_rate"] = self.sampling_rate
         one = self.record(processor, [self.sample()])
+        ids = token_ids(one.outputs)
+        self.token_id = next(id_ for id_ in candidates if id_ in ids)
         try:
             two, self.max_items = self.record(processor, [self.sample()] * 2), None
         except Exception:  # the processor takes one item of a text
             two, self.max_items = one, 1
-        self._axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
-        tokens = len(token_ids(one.outputs))
+        self.axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
+        tokens = len(ids)
         self.max_seconds, self.tokens_per_second = math.inf, 0.0
         if kind == "audio":
             self._measure_limits(processor)
@@ -133,19 +140,30 @@ class Modality:
             return f"an image of {item.width} × {item.height} pixels"
         return f"a recording of {len(item) / self.sampling_rate:.2f} seconds"
 
-    def record(self, processor: Any, items: Sequence[Any], **options: Any) -> Calls:
+    def call_part(
+        self,
+        items: Sequence[Any],
+        given: Any,
+        options: Mapping[str, Any],
+        requested: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        """Call the part. `given`: the items as the processor passes them, which may cut a recording
+        into windows. `options`: those of the processor, with the `requested` ones."""
+        media = [*items] if self.kind == "image" else given
+        output: Mapping[str, Any] = self.part(media, **{**options, **self._call_options})
+        return output
+
+    def record(self, processor: Any, items: Sequence[Any], **requested: Any) -> Calls:
         """Call a processor with a text of nothing but these items."""
         calls: list[dict[str, Any]] = []
 
         def process(given: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-            # a recording may come in windows
-            media = [*items] if self.kind == "image" else given
-            calls.append(dict(self.part(media, **{**options, **self._call_options})))
+            calls.append(dict(self.call_part(items, given, options, requested)))
             return dict(calls[0])  # a copy: some processors remove entries
 
         blanks = [self.blank(self.size(item)) for item in items]
         replaced = {self: ([*items] if self.kind == "audio" else blanks, process)}
-        named = {self.options_name: options} if options else {}
+        named = {self.options_name: requested} if requested else {}
         outputs = call_replaced(processor, self.token * len(items), replaced, **named)
         [features] = calls
         return Calls(features, outputs)
@@ -155,20 +173,22 @@ class Modality:
         if len(items) == 1:
             return dict(items[0])
         return {
-            name: _concatenate([item[name] for item in items], self._axes[name])
-            for name in items[0]
+            name: concatenate([item[name] for item in items], self.axes[name]) for name in items[0]
         }
+
+    def check_joinable(self, items: Sequence[Mapping[str, Any]]) -> None:
+        """Raise InvalidInput if a prompt cannot have these items together."""
 
     def split(self, tensors: Tensors, tokens: int) -> Sequence[Tensors]:
         """Split an image into tiles, which bounds the time of one encoder run. It is split if all
         its tensors are equally long along the axis that joins images, and that length divides its
         number of `tokens`."""
-        lengths = {tensor.shape[self._axes[name]] for name, tensor in tensors.items()}
+        lengths = {tensor.shape[self.axes[name]] for name, tensor in tensors.items()}
         length = lengths.pop() if self.kind == "image" and len(lengths) == 1 else 1
         if length < 2 or tokens % length:
             return [tensors]
         return [
-            {name: tensor.narrow(self._axes[name], n, 1) for name, tensor in tensors.items()}
+            {name: tensor.narrow(self.axes[name], n, 1) for name, tensor in tensors.items()}
             for n in range(length)
         ]
 
@@ -183,24 +203,36 @@ def find_modalities(
     for kind, names in KIND_NAMES.items():
         if not any(getattr(processor, name, None) for name in names.attributes):
             continue
-        token_id = placeholder_id(processor, config, kind)
-        if token_id is None or not getattr(processor, f"{kind}_token", None):
+        candidates = placeholder_ids(processor, config, kind)
+        if not candidates or not getattr(processor, f"{kind}_token", None):
             failures[kind] = "it has no token for them"
             continue
         try:
-            found[kind] = Modality(processor, kind, token_id)
+            found[kind] = modality_class(kind)(processor, kind, candidates)
         except Exception as error:  # any error of the library
             failures[kind] = first_line(error)
     return found, failures
 
 
-def placeholder_id(processor: Any, config: Any, kind: MediaKind) -> int | None:
-    """Return the id of the token that the rows of the encoder's output replace."""
-    for holder, name in ((config, f"{kind}_token_id"), (config, f"{kind}_token_index")):
-        if isinstance(id_ := getattr(holder, name, None), int):
-            return id_
-    id_ = getattr(processor, f"{kind}_token_id", None)
-    return id_ if isinstance(id_, int) else None
+def modality_class(kind: MediaKind) -> type[Modality]:
+    if kind != "video":
+        return Modality
+    from worker.vision.video import VideoModality
+
+    return VideoModality
+
+
+def placeholder_ids(processor: Any, config: Any, kind: MediaKind) -> Sequence[int]:
+    """Return ids of tokens that the rows of the encoder's output may replace. Frames of a video may
+    have those of images."""
+    holders = (
+        (config, f"{kind}_token_id"),
+        (config, f"{kind}_token_index"),
+        (processor, f"{kind}_token_id"),
+    )
+    ids = [getattr(holder, name, None) for holder, name in holders]
+    of_kind = [id_ for id_ in ids if isinstance(id_, int)]
+    return [*of_kind, *placeholder_ids(processor, config, "image")] if kind == "video" else of_kind
 
 
 def call_replaced(
@@ -225,7 +257,7 @@ class _ReplacedPart:
         self._process = process
 
     def __call__(self, media: Any = None, **options: Any) -> Any:
-        for name in ("images", "audio", "raw_speech"):
+        for name in ("images", "videos", "audio", "raw_speech"):
             media = options.pop(name, media)
         return self._process(media, options)
 
@@ -238,6 +270,12 @@ class _ReplacedPart:
 
 def token_ids(outputs: Mapping[str, Any]) -> list[int]:
     return [int(token) for token in outputs["input_ids"][0]]
+
+
+def as_tensor(value: Any) -> Any:
+    """Return a list of numbers as a tensor, any other value as it is."""
+    numbers = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    return torch.tensor(value) if numbers else value
 
 
 def is_encoder_input(name: str, value: Tensor) -> bool:
@@ -262,10 +300,10 @@ def _infer_axes(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, int
     }
 
 
-def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+def concatenate(parts: Sequence[Any], axis: int) -> Any:
     if not isinstance(parts[0], Tensor):  # nested lists of numbers
         if axis:
-            return [_concatenate(rows, axis - 1) for rows in zip(*parts, strict=True)]
+            return [concatenate(rows, axis - 1) for rows in zip(*parts, strict=True)]
         return [value for part in parts for value in part]
     shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     shape[axis] = sum(part.shape[axis] for part in parts)

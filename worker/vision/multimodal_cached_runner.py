@@ -29,7 +29,7 @@ from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import Processor
-from worker.vision.self_check import sample_output
+from worker.vision.self_check import sample_outputs
 
 log = logging.getLogger("onequeue.cached_runner")
 
@@ -113,12 +113,9 @@ class MultimodalCachedRunner(CachedRunner):
 
     def _check_cached_media(self) -> None:
         """Compare steps on the cache, with texts between them, with recomputed ones."""
-        output = sample_output(self._processor)
-        prompt = MultimodalPrompt.from_output(output)
         [generated] = self.language.random_prompts([CHECK_STEPS])
-        texts = [[*output.ids, *generated[:count]] for count in range(CHECK_STEPS)]
 
-        def run(caches: bool, texts: Texts) -> list[Tensor]:
+        def run(caches: bool, prompt: MultimodalPrompt, texts: Texts) -> list[Tensor]:
             rows, state = [], None
             for text in texts:
                 logits, state = self.run_multimodal(prompt, text, state if caches else None)
@@ -127,7 +124,11 @@ class MultimodalCachedRunner(CachedRunner):
             return [torch.cat(rows)]
 
         try:
-            check(partial(run, False), partial(run, True), texts, CACHED_TOLERANCE)
+            for output in sample_outputs(self._processor):
+                prompt = MultimodalPrompt.from_output(output)
+                texts = [[*output.ids, *generated[:count]] for count in range(CHECK_STEPS)]
+                recomputed, cached = partial(run, False, prompt), partial(run, True, prompt)
+                check(recomputed, cached, texts, CACHED_TOLERANCE)
         except Exception as error:
             self.caches_media = False
             self.language.fall_back("cached media", error, "the recomputed prompt", RECOMPUTED)

@@ -12,6 +12,7 @@ worker's thread.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,14 +32,16 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, OnequeueError
 from worker.messages.generation import LIMITS, NOUNS, PLURALS, TRANSCRIBE, MediaKind
 from worker.vision.modality import (
     KIND_NAMES,
     NOT_INPUTS,
     Modality,
     Tensors,
+    as_tensor,
     call_replaced,
+    concatenate,
     find_modalities,
     is_encoder_input,
     token_ids,
@@ -123,8 +126,8 @@ class MultimodalItem(NamedTuple):
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ProcessorOutput:
     """A processed prompt. `ids`: with `token_count` placeholders for each item. `inputs`: other
-    arguments of the forward for the text, [1, ids] each. `media`: of each kind in the order of
-    their positions. `items`: the tiles of all media, in the order of their positions."""
+    arguments of the forward for the text, [1, ids] each. `media`, and `items`, the tiles of all:
+    in the order of their positions."""
 
     ids: list[int]
     inputs: Tensors
@@ -132,14 +135,18 @@ class ProcessorOutput:
     items: Sequence[MultimodalItem]
 
     def media_inputs(self, with_encoder_inputs: bool = True) -> Tensors:
-        """Return the arguments of the forward for the media, joined by kind."""
-        joined: Tensors = {}
-        for modality in dict.fromkeys(item.modality for item in self.media):
-            features = [item for item in self.media if item.modality is modality]
-            if not with_encoder_inputs:
-                features = [item.without_encoder_inputs() for item in features]
-            joined |= modality.concatenate([item.tensors for item in features])
-        return joined
+        """Return the arguments of the forward for the media."""
+        media = self.media
+        if not with_encoder_inputs:
+            media = [item.without_encoder_inputs() for item in media]
+        names = dict.fromkeys(name for item in media for name in item.tensors)
+        return {
+            name: concatenate(
+                [item.tensors[name] for item in media if name in item.tensors],
+                next(item.modality.axes[name] for item in media if name in item.tensors),
+            )
+            for name in names
+        }
 
     def placeholders(self, kind: MediaKind) -> int:
         """Return how many tokens stand for media of a kind."""
@@ -153,7 +160,8 @@ class ProcessorOutput:
 
 class Processor:
     """`config`: the model's. `modalities`: of the kinds that the processor takes. `failures`: why
-    it does not take others. `max_tokens`: the context length."""
+    it does not take others. `exclusive`: pairs of kinds that are not taken in one prompt.
+    `max_tokens`: the context length."""
 
     def __init__(self, processor: Any, config: Any, max_tokens: int) -> None:
         self._processor = processor
@@ -163,11 +171,10 @@ class Processor:
         own_prompt: str = getattr(processor, "default_transcription_prompt", "")
         self.transcription_prompt = own_prompt or TRANSCRIBE
         self.modalities, self.failures = find_modalities(processor, config)
+        self.exclusive: set[frozenset[MediaKind]] = set()
         images = self.modalities.get("image")
         splits = images and hasattr(images.part, "do_image_splitting")
         self._low_detail = LOW_DETAIL if splits else {}
-        kwargs = getattr(images.part, "valid_kwargs", dict) if images else dict
-        self._takes = frozenset(getattr(kwargs, "__annotations__", ()))  # options of an image
 
     def check_fits(self, tokens: int, param: str) -> None:
         """Raise InvalidInput, naming `param`, unless a prompt of so many tokens leaves room for
@@ -190,29 +197,32 @@ class Processor:
         digest: bytes,
         low_detail: bool = False,
         param: str = "messages",
-        limits: Mapping[str, int] = MappingProxyType({}),
+        limits: Mapping[str, float] = MappingProxyType({}),
     ) -> MediaFeatures:
-        """Return the features of an item: of an upright RGB image, or of mono samples at the
-        modality's rate. `low_detail`: do not split the image. `limits`: options of the checkpoint's
-        image processor. Raises InvalidInput, naming `param`, if it rejects the item, and if it does
-        not have the options."""
+        """Return the features of an item: of an upright RGB image, of mono samples at the
+        modality's rate, or of a Video. `low_detail`: do not split the image. `limits`: options of
+        the checkpoint's processor of this kind. Raises InvalidInput, naming `param`, if it rejects
+        the item, and if it does not have the options."""
         modality = self.modalities[kind]
-        for name in limits.keys() - self._takes:
+        for name in limits.keys() - modality.option_names:
             raise InvalidInput.at(f"{LIMITS}.{name}", "is no option of this model's processor")
-        options = {**(self._low_detail if low_detail else {}), **limits}
+        options = {**(self._low_detail if low_detail and kind == "image" else {}), **limits}
         try:
             features, outputs = modality.record(self._processor, [item], **options)
+        except OnequeueError:  # of decoding
+            raise
         except Exception as error:  # any error of the library
             message = f"the model does not take {modality.describe(item)}"
             raise InvalidInput(message, param) from error
         if not (count := token_ids(outputs).count(modality.token_id)):
             reason = f"the model reads nothing of {modality.describe(item)}"
             raise InvalidInput(reason, param)
-        tensors = {
-            name: outputs[name]
+        values = {
+            name: as_tensor(outputs[name])
             for name in outputs.keys() & (modality.output_names | features.keys())
-            if isinstance(outputs[name], Tensor) and name not in NOT_INPUTS
+            if name not in NOT_INPUTS
         }
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         text_inputs = {name: without_memory(name, value) for name, value in features.items()}
         parts = modality.split(tensors, count)
         tiles = [MediaTile(digest, tensors)]
@@ -225,17 +235,21 @@ class Processor:
         """Process a rendered prompt that has one token for each item, of each kind in order. Raises
         InvalidInput if the number of these tokens or of placeholders differs from that of the
         media."""
-        by_kind = {
-            kind: [item for item in media if item.modality.kind == kind] for kind in self.modalities
-        }
+        ordered: list[tuple[int, MediaFeatures]] = []
         replaced = {}
         for kind, modality in self.modalities.items():
-            features = by_kind[kind]
+            features = [item for item in media if item.modality.kind == kind]
             self._check_tokens(text, modality, len(features))
             if features:
+                modality.check_joinable([item.text_inputs for item in features])
                 joined = partial(_joined_text_inputs, modality, features)
                 blanks = [modality.blank(item.size) for item in features]
                 replaced[modality] = blanks, joined
+                places = (match.start() for match in re.finditer(re.escape(modality.token), text))
+                ordered += zip(places, features, strict=True)
+        ordered.sort(key=lambda pair: pair[0])
+        media = [item for _, item in ordered]
+        self._check_together(media)
         try:
             outputs = call_replaced(self._processor, text, replaced)
         except Exception as error:  # any error of the library
@@ -247,14 +261,31 @@ class Processor:
         names = outputs.keys() - media_names - set(NOT_INPUTS)
         inputs = {name: torch.as_tensor(outputs[name]) for name in names}
         items: list[MultimodalItem] = []
-        for kind, modality in self.modalities.items():
-            positions = [n for n, token in enumerate(ids) if token == modality.token_id]
-            if len(positions) != sum(item.token_count for item in by_kind[kind]):
-                reason = f"the text contains tokens that stand for {PLURALS[kind]}"
-                raise InvalidInput(reason, "messages")
-            items += _items(by_kind[kind], positions, ids, inputs)
+        for token_id in dict.fromkeys(each.token_id for each in self.modalities.values()):
+            positions = [n for n, token in enumerate(ids) if token == token_id]
+            own = [item for item in media if item.modality.token_id == token_id]
+            if len(positions) != sum(item.token_count for item in own):
+                kinds = [k for k, each in self.modalities.items() if each.token_id == token_id]
+                plurals = " or ".join(PLURALS[kind] for kind in kinds)
+                raise InvalidInput(f"the text contains tokens that stand for {plurals}", "messages")
+            items += _items(own, positions, ids, inputs)
         items.sort(key=lambda item: item.start)
         return ProcessorOutput(ids, inputs, media, items)
+
+    def _check_together(self, media: Sequence[MediaFeatures]) -> None:
+        """Raise InvalidInput for kinds that exclude each other, or pass the same argument in
+        different layouts."""
+        axes: dict[str, tuple[int, MediaKind]] = {}
+        kinds = {item.modality.kind for item in media}
+        excluded = [sorted(pair) for pair in self.exclusive if pair <= kinds]
+        for item in media:
+            for name in item.tensors:
+                axis, kind = axes.setdefault(name, (item.modality.axes[name], item.modality.kind))
+                if axis != item.modality.axes[name]:
+                    excluded.append(sorted((kind, item.modality.kind)))
+        for one, other in excluded:
+            reason = f"this model does not take {PLURALS[one]} and {PLURALS[other]} in one prompt"
+            raise InvalidInput(reason, "messages")
 
     def _check_tokens(self, text: str, modality: Modality, count: int) -> None:
         kind, token = modality.kind, modality.token
@@ -279,7 +310,7 @@ def _joined_text_inputs(
 def _items(
     media: Sequence[MediaFeatures], positions: Sequence[int], ids: Sequence[int], inputs: Tensors
 ) -> list[MultimodalItem]:
-    """Return the tiles of media of one kind, whose placeholders are at `positions`."""
+    """Return the tiles of media with one placeholder id, which is at `positions`."""
     items, first = list[MultimodalItem](), 0
     for features in media:
         for tile in features.tiles:

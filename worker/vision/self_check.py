@@ -11,6 +11,7 @@ import logging
 from array import array
 from collections import abc
 from collections.abc import Iterable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.modality import Modality
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
+from worker.vision.video import VideoModality
 
 log = logging.getLogger("onequeue.generation")
 
@@ -42,8 +44,25 @@ SAMPLE_SECONDS = 1.3, 0.6
 
 
 def check_multimodal(language: LanguageModel, processor: Processor) -> None:
-    """Raise CannotRun unless paged steps with media give the model's own logits."""
-    output = sample_output(processor)
+    """Raise CannotRun unless paged steps with media give the model's own logits. Videos are encoded
+    whole where their tiles do not."""
+    try:
+        _check_paged(language, processor)
+    except Exception as error:
+        video = processor.modalities.get("video")
+        if not isinstance(video, VideoModality) or isinstance(failure_of(error), DeviceLost):
+            raise
+        log.info("videos are encoded whole: %.200s", first_line(error))
+        video.is_split = False
+        _check_paged(language, processor)
+
+
+def _check_paged(language: LanguageModel, processor: Processor) -> None:
+    for output in sample_outputs(processor):
+        _check_prompt(language, processor, output)
+
+
+def _check_prompt(language: LanguageModel, processor: Processor, output: ProcessorOutput) -> None:
     [text_ids] = language.random_prompts([2 * BLOCK])
 
     def own_logits(prompts: abc.Sequence[ProcessorOutput]) -> list[Tensor]:
@@ -88,7 +107,8 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
 
 def refuse_failing(language: LanguageModel, processor: Processor) -> None:
     """Refuse the kinds of media that the model's own forward does not take: log the reason, set
-    `language.refused_media` and remove them from the processor's modalities."""
+    `language.refused_media` and remove them from the processor's modalities. Pairs that it does not
+    take together become `exclusive`."""
     for kind in [*processor.modalities]:
         try:
             reference_logits(language, processor, sample_output(processor, [kind]))
@@ -97,6 +117,14 @@ def refuse_failing(language: LanguageModel, processor: Processor) -> None:
                 raise
             refuse(language, kind, f"the model does not run with them: {first_line(error)}")
             del processor.modalities[kind]
+    for pair in combinations(processor.modalities, 2):
+        try:
+            reference_logits(language, processor, sample_output(processor, pair))
+        except Exception as error:
+            if isinstance(failure_of(error), DeviceLost):
+                raise
+            log.info("%s and %s exclude each other: %.200s", *pair, first_line(error))
+            processor.exclusive.add(frozenset(pair))
 
 
 def refuse(language: LanguageModel, kind: MediaKind, why: str) -> None:
@@ -115,11 +143,36 @@ def sample_output(processor: Processor, kinds: Iterable[MediaKind] = ()) -> Proc
         for number, item in enumerate(_noise(modality)[: modality.max_items]):
             digest = f"{kind}{number}".encode()
             media.append(processor.process_media(kind, item, digest, low_detail=True))
+    return processor.process_text(_sample_text(processor, media), media)
+
+
+def sample_outputs(processor: Processor) -> abc.Sequence[ProcessorOutput]:
+    """Return a prompt with all kinds, or one of each where they exclude each other."""
+    if processor.exclusive:
+        return [sample_output(processor, [kind]) for kind in processor.modalities]
+    return [sample_output(processor)]
+
+
+def _sample_text(processor: Processor, media: abc.Sequence[MediaFeatures]) -> str:
+    """Return a text with the media as the chat template renders them, since some models need the
+    tokens around them; without these where it does not."""
     tokens = [features.modality.token for features in media]
-    return processor.process_text(SAMPLE_TEXT.format(", another ".join(tokens)), media)
+    content: list[dict[str, str]] = []
+    for features in media:
+        content += {"type": "text", "text": "Another one: "}, {"type": features.modality.kind}
+    try:
+        messages = [{"role": "user", "content": content}]
+        rendered = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+        if all(rendered.count(token) == tokens.count(token) for token in tokens):
+            return str(rendered)
+    except Exception as error:  # templates raise anything
+        log.info("the chat template renders no media: %.200s", first_line(error))
+    return SAMPLE_TEXT.format(", another ".join(tokens))
 
 
 def _noise(modality: Modality) -> list[Any]:
+    if isinstance(modality, VideoModality):
+        return [*modality.samples()]
     noise = np.random.default_rng(0)
     if modality.kind == "image":
         return [

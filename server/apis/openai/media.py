@@ -7,26 +7,58 @@ A file is a data: URL or a link, never a path.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import Chat, MediaInput, MediaKind
+from worker.messages.generation import LIMITS, MAX_FRAMES, WHITE, Chat, MediaInput, MediaKind
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
 Detail = Literal["auto", "low", "high", "original"]
 T = TypeVar("T")
 # The container is read from the data: these names are checked, and nothing more.
-AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm")
+FORMATS: Mapping[MediaKind, Sequence[str]] = {
+    "audio": ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm"),
+    "video": ("mp4", "m4v", "mov", "webm", "mkv"),
+}
+Pixels = Annotated[int, Meta(ge=1)]
+Byte = Annotated[int, Meta(ge=0, le=255)]
+FrameRate = Annotated[float, Meta(gt=0, le=1000)]
+FrameCount = Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
+
+
+class MediaLimits(Struct):
+    """`min_pixels`, `max_pixels`: of each image, as Qwen's processors and those after them have
+    them. `fps`, `num_frames`: of the frames that are chosen of each video."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    fps: FrameRate | None = None
+    num_frames: FrameCount | None = None
+
+
+class ImageDecoding(Struct):
+    image_mode: Literal["RGB"] | None = None
+    rgba_background_color: tuple[Byte, Byte, Byte] | None = None
+
+
+class VideoDecoding(Struct):
+    fps: FrameRate | None = None
+    num_frames: FrameCount | None = None
+
+
+class MediaDecoding(Struct):
+    image: ImageDecoding | None = None
+    video: VideoDecoding | None = None
 
 
 class ImageUrl(Struct):
@@ -34,21 +66,21 @@ class ImageUrl(Struct):
     detail: Detail | None = None
 
 
-class AudioUrl(Struct):
+class FileUrl(Struct):
     url: str
 
 
-class AudioData(Struct):
+class FileData(Struct):
     """`data`: of the file, in base64."""
 
     data: str
     format: str
 
-    def media_input(self, param: str) -> MediaInput:
-        if self.format.lower() not in AUDIO_FORMATS:
-            accepted = f"is not {self.format[:20]!r} but one of {', '.join(AUDIO_FORMATS)}"
+    def media_input(self, param: str, kind: MediaKind) -> MediaInput:
+        if self.format.lower() not in FORMATS[kind]:
+            accepted = f"is not {self.format[:20]!r} but one of {', '.join(FORMATS[kind])}"
             raise InvalidInput.at(f"{param}.format", accepted)
-        return MediaInput(to_bytes(self.data, f"{param}.data"), "auto", param, kind="audio")
+        return MediaInput(to_bytes(self.data, f"{param}.data"), "auto", param, kind=kind)
 
 
 def url_input(url: str, detail: Detail | None, param: str, kind: MediaKind = "image") -> MediaInput:
@@ -66,6 +98,28 @@ def check_media(chat: Chat, model: TextModel | TextModelInfo) -> None:
     for file in chat.media:
         if reason := model.refused_media.get(file.kind):
             raise InvalidInput.at(file.param, reason)
+
+
+def with_options(
+    media: Sequence[MediaInput], limits: MediaLimits | None, decoding: MediaDecoding | None
+) -> tuple[MediaInput, ...]:
+    """Return files with the options that a request has for all of their kind."""
+    limits, decoding = limits or MediaLimits(), decoding or MediaDecoding()
+    image, video = decoding.image or ImageDecoding(), decoding.video or VideoDecoding()
+    pixels = _given({"min_pixels": limits.min_pixels, "max_pixels": limits.max_pixels})
+    frames = _given({"fps": limits.fps, "num_frames": limits.num_frames})
+    frames = frames or _given({"fps": video.fps, "num_frames": video.num_frames})
+    if len(frames) > 1:
+        raise InvalidInput.at(f"{LIMITS}.num_frames", "cannot be combined with fps")
+    by_kind = {"image": pixels, "video": frames}
+    background = image.rgba_background_color or WHITE
+    return tuple(
+        replace(file, limits=by_kind.get(file.kind, ()), background=background) for file in media
+    )
+
+
+def _given(limits: Mapping[str, float | None]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for name, value in limits.items() if value is not None)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.media import AudioData, AudioUrl, ImageUrl, url_input
+from server.apis.openai.media import FileData, FileUrl, ImageUrl, url_input
 from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
 from worker.messages.generation import INPUT, MAX_MEDIA, Chat, MediaInput, MediaKind
@@ -20,7 +20,13 @@ TEXTS = ("text", "refusal")
 THINKING = "thinking"
 IMAGE = "image_url"
 # The kinds of the parts that have media.
-MEDIA: Mapping[str, MediaKind] = {IMAGE: "image", "input_audio": "audio", "audio_url": "audio"}
+MEDIA: Mapping[str, MediaKind] = {
+    IMAGE: "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "input_video": "video",
+    "video_url": "video",
+}
 PARTS = (*TEXTS, THINKING, *MEDIA)
 
 
@@ -35,9 +41,12 @@ PART_FIELDS = any_of(
     *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in (*TEXTS, THINKING)),
     *(
         ({"type": {"const": kind}, kind: {"type": ["object", "string"]}}, [kind])
-        for kind in (IMAGE, "audio_url")
+        for kind in (IMAGE, "audio_url", "video_url")
     ),
-    ({"type": {"const": "input_audio"}, "input_audio": {"type": "object"}}, ["input_audio"]),
+    *(
+        ({"type": {"const": kind}, kind: {"type": "object"}}, [kind])
+        for kind in ("input_audio", "input_video")
+    ),
 )
 CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
 CALL_FIELDS = any_of(
@@ -72,14 +81,16 @@ class ContentPart(TextPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     image_url: ImageUrl | str | None = None
     thinking: str | None = None
-    input_audio: AudioData | None = None
-    audio_url: AudioUrl | str | None = None
+    input_audio: FileData | None = None
+    audio_url: FileUrl | str | None = None
+    input_video: FileData | None = None
+    video_url: FileUrl | str | None = None
 
     def media_input(self, path: str) -> MediaInput:
         path = f"{path}.{self.type}"
         value: Any = required(getattr(self, self.type), path)
-        if isinstance(value, AudioData):
-            return value.media_input(path)
+        if isinstance(value, FileData):
+            return value.media_input(path, MEDIA[self.type])
         url = value if isinstance(value, str) else value.url
         detail = value.detail if isinstance(value, ImageUrl) else None
         return url_input(url, detail, path, MEDIA[self.type])
@@ -171,7 +182,7 @@ class Message(Struct):
                 documents.append({"type": "text", "text": part.read(part_path, TEXTS)})
                 continue
             if self.role != "user":
-                reason = "images and recordings are for messages of the user only"
+                reason = "images, recordings and videos are for messages of the user only"
                 raise InvalidInput.at(f"{part_path}.type", reason)
             documents.append({"type": MEDIA[part.type]})
             media.append(part.media_input(part_path))
@@ -230,6 +241,6 @@ def to_template_messages(
         documents.append(document)
         media += message_media
         if len(media) > MAX_MEDIA:
-            limit = f"a request takes at most {MAX_MEDIA} images and recordings"
+            limit = f"a request takes at most {MAX_MEDIA} images, recordings and videos"
             raise InvalidInput.at(path, limit)
     return tuple(documents), tuple(media)

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct, inspect
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
+from server.apis.openai.media import MediaDecoding, MediaLimits, with_options
 from server.apis.openai.response_format import (
     RequestedFormat,
     ResponseFormat,
@@ -30,11 +31,9 @@ from server.apis.openai.response_format import (
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
 from worker.messages.generation import (
-    WHITE,
     Chat,
     Constraint,
     GenerationInput,
-    MediaInput,
     Sampling,
     Stopping,
 )
@@ -65,7 +64,6 @@ Biases = Annotated[
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-Byte = Annotated[int, Meta(ge=0, le=255)]
 NgramSize = Annotated[int, Meta(ge=0, le=128)]
 Template = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
@@ -87,22 +85,6 @@ class ExtraArgs(Struct):
     """vLLM's place for the parameters of plugins."""
 
     no_repeat_ngram_size: NgramSize | None = None
-
-
-class PixelLimits(Struct):
-    """Of each image, as Qwen's processors and those after them have them."""
-
-    min_pixels: PositiveInt | None = None
-    max_pixels: PositiveInt | None = None
-
-
-class ImageDecoding(Struct):
-    image_mode: Literal["RGB"] | None = None
-    rgba_background_color: tuple[Byte, Byte, Byte] | None = None
-
-
-class MediaDecoding(Struct):
-    image: ImageDecoding | None = None
 
 
 class StreamOptions(Struct):
@@ -224,7 +206,7 @@ class GenerationRequest(Struct, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    mm_processor_kwargs: PixelLimits | None = None
+    mm_processor_kwargs: MediaLimits | None = None
     media_io_kwargs: MediaDecoding | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
@@ -301,7 +283,8 @@ class GenerationRequest(Struct, kw_only=True):
             config["no_repeat_ngram_size"] = size
         limits = config.get("max_new_tokens"), config.get("max_length")
         if isinstance(prompt, Chat) and prompt.media:
-            prompt = replace(prompt, media=tuple(map(self._with_options, prompt.media)))
+            options = self.mm_processor_kwargs, self.media_io_kwargs
+            prompt = replace(prompt, media=with_options(prompt.media, *options))
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -343,17 +326,6 @@ class GenerationRequest(Struct, kw_only=True):
             skips_special=self.skip_special_tokens is not False,
             **fields,
         )
-
-    def _with_options(self, image: MediaInput) -> MediaInput:
-        """Return an image with the options of all images of the request."""
-        pixels, media = self.mm_processor_kwargs or PixelLimits(), self.media_io_kwargs
-        limits = tuple(
-            (name, value)
-            for name, value in msgspec.structs.asdict(pixels).items()
-            if value is not None
-        )
-        color = media.image.rgba_background_color if media and media.image else None
-        return replace(image, limits=limits, background=color or WHITE)
 
 
 def _biases(biases: dict[str, float] | None) -> dict[int, float]:

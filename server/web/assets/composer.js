@@ -1,11 +1,11 @@
-// The message being written: its text, images and recordings, as the content of an API message.
+// The message being written: its text and files, as the content of an API message.
 
 import { button, element, find, setUpText } from "./dom.js";
 import { dataUrl, fileNameOf, receiveFiles } from "./files.js";
 
 const MAX_FILES = 20; // of a request, as on the server
 const MAX_FILE_BYTES = 20e6;
-const PLURALS = { image: "images", audio: "recordings" };
+const PLURALS = { image: "images", audio: "recordings", video: "videos" };
 
 export class Composer {
   constructor(form) {
@@ -32,7 +32,7 @@ export class Composer {
   async attach(files) {
     const fit = files.filter(({ type, size }) => this.kinds.includes(type.split("/")[0]) && size <= MAX_FILE_BYTES)
       .slice(0, MAX_FILES - this.files.length);
-    const plurals = this.kinds.map(kind => PLURALS[kind]).join(" and ");
+    const plurals = this.kinds.map(kind => PLURALS[kind]).join(", ");
     const reason = plurals ? `Only ${plurals} can be attached, ${MAX_FILES} of at most 20 MB each.` : "This model takes no files.";
     find(".notice", this.form).textContent = fit.length < files.length ? reason : "";
     this.files.push(...await Promise.all(fit.map(dataUrl)));
@@ -41,7 +41,7 @@ export class Composer {
   }
 
   showFiles() {
-    find(".attached", this.form).replaceChildren(...this.files.map((url, n) => button([isSound(url) ? fileNameOf(url) : element("img", { src: url, alt: "" }), "×"], () => {
+    find(".attached", this.form).replaceChildren(...this.files.map((url, n) => button([kindOf(url) === "image" ? element("img", { src: url, alt: "" }) : fileNameOf(url), "×"], () => {
       this.files.splice(n, 1);
       this.showFiles();
       this.text.focus();
@@ -52,7 +52,7 @@ export class Composer {
   read() {
     const text = this.text.value.trim();
     if (!this.files.length) return text;
-    const parts = this.files.map(url => isSound(url) ? { type: "audio_url", audio_url: { url } } : { type: "image_url", image_url: { url } });
+    const parts = this.files.map(url => ({ type: `${kindOf(url)}_url`, [`${kindOf(url)}_url`]: { url } }));
     return text ? [...parts, { type: "text", text }] : parts;
   }
 
@@ -77,9 +77,9 @@ export function textOf(content) {
 }
 
 export function filesOf(content) {
-  return Array.isArray(content) ? content.flatMap(part => (part.image_url ?? part.audio_url)?.url ?? []) : [];
+  return Array.isArray(content) ? content.flatMap(part => (part.image_url ?? part.audio_url ?? part.video_url)?.url ?? []) : [];
 }
 
-export function isSound(url) {
-  return url.startsWith("data:audio/");
+export function kindOf(url) {
+  return url.match(/^data:(audio|video)\//)?.[1] ?? "image";
 }

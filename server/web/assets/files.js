@@ -17,7 +17,7 @@ export async function dataUrl(file) {
 }
 
 export function fileNameOf(url) {
-  return names.get(url) ?? (url.startsWith("data:audio/") ? "recording" : "image.png");
+  return names.get(url) ?? { "data:audio/": "recording", "data:video/": "video" }[url.slice(0, 11)] ?? "image.png";
 }
 
 const receivers = []; // [element, take]

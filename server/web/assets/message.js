@@ -1,7 +1,7 @@
 // The messages of a chat as elements. An assistant's message streams in: events are added, and it is drawn
 // now and then. `message` has the form of the API's whole message.
 
-import { filesOf, isSound, textOf } from "./composer.js";
+import { filesOf, kindOf, textOf } from "./composer.js";
 import { announce, button, copyButton, element, failure, seconds, stopwatch } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { fileNameOf } from "./files.js";
@@ -12,7 +12,7 @@ export function userMessage({ content }, edit) {
   const text = textOf(content);
   return element("article", { class: "user", "aria-label": "You" },
     element("div", { class: "bubble" },
-      filesOf(content).map(url => isSound(url) ? element("p", { class: "note" }, fileNameOf(url)) : element("img", { src: url, alt: fileNameOf(url) })),
+      filesOf(content).map(url => kindOf(url) === "image" ? element("img", { src: url, alt: fileNameOf(url) }) : element("p", { class: "note" }, fileNameOf(url))),
       element("p", {}, text)),
     element("div", { class: "actions" }, copyButton(() => text), button("Edit", edit)));
 }

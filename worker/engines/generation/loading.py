@@ -30,6 +30,11 @@ from worker.vision.self_check import check_multimodal, refuse, refuse_failing
 
 log = logging.getLogger("onequeue.generation")
 
+NO_TORCHVISION = (
+    "this model's video processor needs torchvision, which is not installed: the server's extra "
+    "[video] has it"
+)
+
 # Sequences that run together without paged memory, at most.
 MAX_CACHED = 64
 # The fraction of the KV cache that is used to keep prefixes, unless its size was set or its memory
@@ -105,6 +110,8 @@ def load_media_preprocessor(language: LanguageModel, max_pixels: int) -> MediaPr
         return None
     for kind, why in processor.failures.items():
         refuse(language, kind, f"the processor does not take them: {why}")
+    if getattr(pretrained, "video_processor", pretrained) is None:
+        language.refused_media = {**language.refused_media, "video": NO_TORCHVISION}
     with without_outliers(language.model):
         on_worker(partial(refuse_failing, language, processor))
     if not processor.modalities:

@@ -25,7 +25,7 @@ from worker.engines.speech.vocabulary import WhisperVocabulary
 from worker.engines.speech.whisper import WhisperRunner, WhisperWindow
 from worker.load_context import on_worker
 from worker.media.audio import Recording
-from worker.media.audio_process import start_fork_server
+from worker.media.media_process import start_fork_server
 from worker.messages.transcription import TranscriptionInput
 from worker.model.loading import (
     LoadingFailed,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.media import AudioData, Detail, ImageUrl
+from server.apis.openai.media import Detail, FileData, ImageUrl
 from server.apis.openai.messages import (
     CalledFunction,
     ContentPart,
@@ -57,6 +57,7 @@ InputItemType = Literal[
     "input_text",
     "input_image",
     "input_audio",
+    "input_video",
 ]
 REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "message": ("role", "content"),
@@ -72,13 +73,14 @@ REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "input_text": ("text",),  # a content part in place of an item: a message of the user
     "input_image": ("image_url",),  # likewise
     "input_audio": ("input_audio",),
+    "input_video": (),  # with `input_video` or `video_url`
 }
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 ItemRole = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
-IMAGE, AUDIO = "input_image", "input_audio"
-MEDIA = (IMAGE, AUDIO)
+IMAGE, AUDIO, VIDEO = "input_image", "input_audio", "input_video"
+MEDIA = (IMAGE, AUDIO, VIDEO)
 # Which fields an item requires, for the OpenAPI document. The type is optional where other fields
 # determine it; see `Item.kind`.
 OPTIONAL_TYPES = ("message", "item_reference")
@@ -104,14 +106,18 @@ class InputPart(TextPart):
     image_url: str | None = None
     detail: Detail | None = None
     file_id: str | None = None
-    input_audio: AudioData | None = None
+    input_audio: FileData | None = None
+    input_video: FileData | None = None
+    video_url: str | None = None
 
     def media_document(self, path: str) -> Document:
-        """Return the image or recording as it is stored. Its data is checked with the
-        conversation."""
-        if self.type == AUDIO:
-            audio: AudioData = required(self.input_audio, f"{path}.{AUDIO}")
-            return {"type": AUDIO, AUDIO: {"data": audio.data, "format": audio.format}}
+        """Return the file as it is stored. Its data is checked with the conversation."""
+        if self.type == VIDEO and self.video_url is not None:
+            return {"type": VIDEO, "video_url": self.video_url}
+        if self.type in (AUDIO, VIDEO):
+            field = self.input_audio if self.type == AUDIO else self.input_video
+            file: FileData = required(field, f"{path}.{self.type}")
+            return {"type": self.type, self.type: {"data": file.data, "format": file.format}}
         if self.file_id is not None:
             raise InvalidInput.at(f"{path}.file_id", "is not supported: files are not stored here")
         url = required(self.image_url, f"{path}.image_url")
@@ -140,7 +146,9 @@ class Item(Struct):
     action: dict[str, Any] | None = None  # of the local shell
     encrypted_content: str | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    input_audio: AudioData | None = None
+    input_audio: FileData | None = None
+    input_video: FileData | None = None
+    video_url: str | None = None
 
     @property
     def kind(self) -> InputItemType:
@@ -162,7 +170,8 @@ class Item(Struct):
             return Item(role=self.role or "user", content=text).document(path, stored)
         if kind in MEDIA:
             image = self.image_url, self.detail, self.file_id
-            part = InputPart(kind, None, None, *image, self.input_audio)
+            files = self.input_audio, self.input_video, self.video_url
+            part = InputPart(kind, None, None, *image, *files)
             part.media_document(path)  # checked
             return Item(role=self.role or "user", content=[part]).document(path, stored)
         if kind in CALLS:
@@ -361,5 +370,9 @@ def _content_part(part: Document) -> ContentPart:
     if part["type"] == IMAGE:
         return ContentPart("image_url", image_url=ImageUrl(part["image_url"], part["detail"]))
     if part["type"] == AUDIO:
-        return ContentPart(AUDIO, input_audio=AudioData(**part[AUDIO]))
+        return ContentPart(AUDIO, input_audio=FileData(**part[AUDIO]))
+    if part["type"] == VIDEO and VIDEO in part:
+        return ContentPart(VIDEO, input_video=FileData(**part[VIDEO]))
+    if part["type"] == VIDEO:
+        return ContentPart("video_url", video_url=part["video_url"])
     return ContentPart("text", part["text"])

@@ -1,0 +1,57 @@
+"""Small videos, made by PyAV. The color of a frame tells its number."""
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+av: Any = pytest.importorskip("av")
+SIDE = 64, 48
+
+
+def frame(number: int, size: tuple[int, int] = SIDE) -> np.ndarray:
+    """Return RGB [height, width, 3]: a grey of 8 levels a frame, and a bright upper left corner."""
+    width, height = size
+    pixels = np.full((height, width, 3), 20 + number % 28 * 8, np.uint8)
+    pixels[: height // 4, : width // 4] = 250
+    return pixels
+
+
+def number_of(pixels: np.ndarray) -> int:
+    """Return the number (modulo 28) of a decoded frame."""
+    height, width, _ = pixels.shape
+    return round((float(pixels[height // 3 :, width // 3 :].mean()) - 20) / 8)
+
+
+def clip(
+    frames: int = 20,
+    rate: int = 10,
+    kind: str = "mp4",
+    codec: str = "h264",
+    size: tuple[int, int] = SIDE,
+    pixel_format: str = "yuv420p",
+    times: Sequence[int] | None = None,
+    rotation: int = 0,
+    options: dict[str, str] | None = None,
+    make: Callable[[int], np.ndarray] | None = None,
+) -> bytes:
+    """Return a video. `times`: of the frames, in thousandths of a second."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind) as file:
+        stream = file.add_stream(codec, rate=1000 if times else rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = pixel_format
+        stream.options = {"g": "8", **(options or {})}
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for number in range(frames):
+            pixels = make(number) if make else frame(number, size)
+            picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            picture.pts = times[number] if times else number
+            for packet in stream.encode(picture):
+                file.mux(packet)
+        for packet in stream.encode(None):
+            file.mux(packet)
+    return buffer.getvalue()

@@ -1,0 +1,185 @@
+"""Tiny models that take videos, built like those of tiny_multimodal.py with the video processor of
+their checkpoints. It needs torchvision: see tests/videos.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests import tiny_audio, tiny_multimodal
+from tests.tiny import SMALL
+from tests.tiny import hf as hf
+from tests.tiny_decoders import with_random_vectors
+from tests.tiny_multimodal import PATCH, SIDE, SIZE, VISION, new_tokenizer, text
+
+TEXT_PART = "{% else %}{{ part.text }}"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
+
+
+def with_videos(tokenizer: Any, video: str) -> Any:
+    """Let a chat template render a video."""
+    part = f"{{% elif part.type == 'video' %}}{video}{TEXT_PART}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(TEXT_PART, part)
+    return tokenizer
+
+
+def qwen(build: Callable[[], list[Any]], family: str) -> list[Any]:
+    model, images, tokenizer = build()
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64 * 4}
+    videos = getattr(hf, f"{family}VideoProcessor")(patch_size=PATCH, merge_size=2, size=sizes)
+    return [model, images, with_videos(tokenizer, QWEN_VIDEO), videos]
+
+
+def glm4v() -> list[Any]:
+    model, images, tokenizer = tiny_multimodal.glm4v()
+    sizes = {"shortest_edge": 2 * 16 * 16, "longest_edge": 16 * 64 * 64}
+    videos = hf.Glm4vVideoProcessor(patch_size=PATCH, size=sizes)
+    video = "<|begin_of_video|><|video|><|end_of_video|>"
+    return [model, images, with_videos(tokenizer, video), videos]
+
+
+def smolvlm() -> list[Any]:
+    model, images, tokenizer, settings = tiny_multimodal.split("SmolVLM")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<video>"]})
+    videos = hf.SmolVLMVideoProcessor(
+        size={"longest_edge": 2 * SIDE},
+        max_image_size={"longest_edge": SIDE},
+        video_sampling={"fps": 1, "max_frames": 8, "video_size": {"longest_edge": SIDE}},
+        num_frames=8,
+        fps=1,
+    )
+    model.resize_token_embeddings(len(tokenizer))
+    return [model, images, with_videos(tokenizer, "<video>"), videos, settings]
+
+
+def llava_onevision() -> list[Any]:
+    tokenizer = with_videos(new_tokenizer("<image>", "<video>", image="<image>"), "<video>")
+    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    config = hf.LlavaOnevisionConfig(
+        vision_config=hf.SiglipVisionConfig(**VISION),
+        text_config=text(tokenizer, "Qwen2Config"),
+        image_token_index=image,
+        video_token_index=video,
+        vision_feature_layer=-1,
+        image_grid_pinpoints=PINPOINTS,
+    )
+    processor = hf.LlavaOnevisionProcessor(
+        hf.LlavaOnevisionImageProcessorPil(size=SIZE, image_grid_pinpoints=PINPOINTS),
+        tokenizer,
+        hf.LlavaOnevisionVideoProcessor(size=SIZE),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    )
+    model = hf.LlavaOnevisionForConditionalGeneration(config)
+    return [with_random_vectors(model), processor]
+
+
+def llava_next_video() -> list[Any]:
+    tokenizer = with_videos(new_tokenizer("<image>", "<video>", image="<image>"), "<video>")
+    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    config = hf.LlavaNextVideoConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION),
+        text_config=text(tokenizer, "LlamaConfig"),
+        image_token_index=image,
+        video_token_index=video,
+        vision_feature_layer=-1,
+        image_grid_pinpoints=PINPOINTS,
+    )
+    crops = {"size": {"shortest_edge": SIDE}, "crop_size": SIZE}
+    processor = hf.LlavaNextVideoProcessor(
+        hf.LlavaNextVideoVideoProcessor(**crops),
+        hf.LlavaNextImageProcessorPil(image_grid_pinpoints=PINPOINTS, **crops),
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    model = hf.LlavaNextVideoForConditionalGeneration(config)
+    return [with_random_vectors(model), processor]
+
+
+def video_llava() -> list[Any]:
+    tokenizer = with_videos(new_tokenizer("<image>", "<video>", image="<image>"), "<video>")
+    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    config = hf.VideoLlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION),
+        text_config=text(tokenizer, "LlamaConfig"),
+        image_token_index=image,
+        video_token_index=video,
+        vision_feature_layer=-1,
+        image_seq_length=16,
+        video_seq_length=17 * 8,
+    )
+    crops = {"size": {"shortest_edge": SIDE}, "crop_size": SIZE}
+    processor = hf.VideoLlavaProcessor(
+        hf.VideoLlavaImageProcessor(**crops),
+        hf.VideoLlavaVideoProcessor(num_frames=8, **crops),
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    return [with_random_vectors(hf.VideoLlavaForConditionalGeneration(config)), processor]
+
+
+def internvl() -> list[Any]:
+    named = {
+        "start_image_token": "<img>", "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>",
+    }  # fmt: skip
+    tokenizer = with_videos(new_tokenizer(*named.values(), image="<IMG_CONTEXT>"), "<video>")
+    tokenizer._set_model_specific_special_tokens(named)
+    tokenizer.init_kwargs |= {**named, "extra_special_tokens": named}
+    config = hf.InternVLConfig(
+        vision_config={
+            **SMALL, "image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH],
+            "initializer_range": 0.5,
+        },
+        text_config=text(tokenizer, "Qwen2Config").to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )  # fmt: skip
+    processor = hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessorPil(size=SIZE, max_patches=2),
+        tokenizer,
+        hf.InternVLVideoProcessor(size=SIZE),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+    return [with_random_vectors(hf.InternVLForConditionalGeneration(config)), processor]
+
+
+def qwen2_5_omni_thinker() -> list[Any]:
+    """Its processor enlarges frames."""
+    model, images, tokenizer, settings = tiny_audio.qwen2_5_omni_thinker()
+    model.config.text_config.max_position_embeddings = tokenizer.model_max_length = 6400
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64 * 4}
+    videos = hf.Qwen2VLVideoProcessor(patch_size=PATCH, merge_size=2, size=sizes)
+    video = "<|vision_bos|><|VIDEO|><|vision_eos|>"
+    return [model, images, with_videos(tokenizer, video), videos, settings]
+
+
+def gemma4() -> list[Any]:
+    model, images, tokenizer, settings = tiny_multimodal.gemma4_small()
+    videos = hf.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70, num_frames=4)
+    return [model, images, with_videos(tokenizer, "<|video|>"), videos, settings]
+
+
+BUILDERS: dict[str, Callable[[], list[Any]]] = {
+    "qwen2-vl": lambda: qwen(tiny_multimodal.qwen2_vl, "Qwen2VL"),
+    "qwen2.5-vl": lambda: qwen(tiny_multimodal.qwen2_5_vl, "Qwen2VL"),
+    "qwen3-vl": lambda: qwen(tiny_multimodal.qwen3_vl, "Qwen3VL"),
+    "qwen3.5-vl": lambda: qwen(tiny_multimodal.qwen3_5_vl, "Qwen3VL"),
+    "glm4v": glm4v,
+    "smolvlm": smolvlm,
+    "llava-onevision": llava_onevision,
+    "llava-next-video": llava_next_video,
+    "video-llava": video_llava,
+    "internvl": internvl,
+    "qwen2.5-omni-thinker": qwen2_5_omni_thinker,
+    "gemma4": gemma4,
+}
+# by these names in tests/multimodal.py
+tiny_multimodal.BUILDERS.update({f"video-{name}": build for name, build in BUILDERS.items()})
