@@ -173,7 +173,7 @@ def test_openais_node_sdk_speaks(server: Server) -> None:
         ({"input": "\0\a\x1b"}, "input", "input: has no letter and no digit to speak"),
         ({"input": "a" * (MAX_INPUT + 1)}, "input", "input: expected str of length <= 4096"),
         ({"input": "世界"}, "input", "the text has no tokens"),
-        ({"input": f"{ONE} {'世界' * 30}"}, "input", "the text has no tokens"),
+        ({"input": "世界。" * 100}, "input", "input: has no text that the model speaks"),
         ({"input": ["a"]}, "input", "input: expected str, got array"),
         ({"voice": "../../etc/passwd"}, "voice", "voice must be one of 0, 1, 2, not '../../"),
         ({"voice": "-1"}, "voice", "voice must be one of 0, 1, 2"),
@@ -363,6 +363,19 @@ def test_a_full_queue_and_a_late_request_are_refused(
     monkeypatch.setattr(server.worker_client.queue, "capacity", 0)
     monkeypatch.setattr(server.worker_client.queue.slots, "has_room", lambda *args: False)
     assert post(server).status_code == 503
+
+
+def test_sentences_without_tokens_are_silent(server: Server) -> None:
+    digits = "12345 67890 12345 67890 12345 67890 12345 67890."
+    spoken = post(server, input=ONE)
+    assert post(server, input=f"{digits} {ONE} {digits}", response_format="pcm").status_code == 200
+    samples = [read_audio(post(server, input=text).content, "wav")[0] for text in (
+        f"{digits} {ONE}", f"{ONE} {digits}", ONE,
+    )]  # fmt: skip
+    assert len(samples[0]) == len(samples[1]) == len(samples[2])
+    assert spoken.status_code == 200
+    for text in (digits, f"{digits} {digits}"):
+        assert refusal(post(server, input=text))[:2] == (400, "input")
 
 
 def test_a_long_text_outlasts_the_limit_of_a_sentence(

@@ -220,11 +220,22 @@ def test_files_that_are_no_embedding_are_left_out(
     )
     np.save(tmp_path / "words.npy", np.array(["a"] * tiny_speech.EMBEDDING_SIZE))
     np.save(tmp_path / "large.npy", np.zeros(1 << 20, np.float32))
+    np.save(tmp_path / "infinite.npy", np.full(tiny_speech.EMBEDDING_SIZE, 1e300))
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY")
+    (tmp_path / "empty.npy").touch()
+    with (tmp_path / "archive.npy").open("wb") as archive:
+        np.savez(archive, a=np.zeros(tiny_speech.EMBEDDING_SIZE))
+    (tmp_path / "b\udcff.npy").write_bytes((tmp_path / "ann.npy").read_bytes())
     (tmp_path / "other.txt").write_text("hello")
     with caplog.at_level(logging.WARNING, "onequeue.speech"):
         assert runner(folder("speecht5"), str(tmp_path)).info.voices == ("ann",)
-    assert sum("voice left out" in record.message for record in caplog.records) == 5
+    assert sum("voice left out" in record.message for record in caplog.records) == 9
+
+
+def test_a_long_text_is_refused(voices: str) -> None:
+    item: Any = WorkItem(PipelineInput("a " * 501), float("inf"), 0.0)
+    with pytest.raises(InvalidInput, match="has 1002 characters; at most 1000 are spoken here"):
+        runner(folder("vits"), voices).prepare(item)
 
 
 def refused(path: Path, voices: str) -> str:

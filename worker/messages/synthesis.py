@@ -11,7 +11,10 @@ DEFAULT_VOICE = "default"  # the first one of a model, or its only one
 
 @dataclass(frozen=True, slots=True)
 class SpeechInput(PipelineInput):
-    """One sentence of `/v1/audio/speech`, whose output is a SpokenAudio."""
+    """One sentence of `/v1/audio/speech`, whose output is a SpokenAudio. `is_part`: of a text with
+    others; it is silent if the model has no tokens for it, such as digits."""
+
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,10 @@ DEFAULT_NEW_TOKENS = 256  # the text-generation pipeline's own default
 UNUSED_OUTPUTS = {"cache", "past_key_values", "hidden_states", "attentions"}
 
 
+class NoTokens(InvalidInput):
+    """The tokenizer makes nothing of a text."""
+
+
 @dataclass(slots=True)
 class PreparedInput:
     """A preprocessed input: its rows, and the parameters of the later stages."""
@@ -373,7 +377,7 @@ def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int, hin
         message = f"the text has {max(counts)} tokens; the model takes {limit}{hint}"
         raise InvalidInput(message, "inputs")
     if not min(counts):
-        raise InvalidInput("the text has no tokens", "inputs")
+        raise NoTokens("the text has no tokens", "inputs")
     if any(int(tensor.max()) >= vocabulary for tensor in ids):
         raise InvalidInput("the text has a token outside the model's vocabulary", "inputs")
     return max(counts)

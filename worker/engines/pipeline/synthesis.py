@@ -22,6 +22,7 @@ from batching.errors import InvalidInput
 from worker.engines.pipeline import limits
 from worker.engines.pipeline.runner import (
     ModelInputs,
+    NoTokens,
     PipelineItem,
     PipelineRunner,
     PreparedInput,
@@ -44,6 +45,7 @@ RATE = "speaking_rate"
 MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
 MAX_SAMPLE = 32767
+MAX_CHARS = 1000  # of a text: attention is computed over all of it at once
 
 
 class Voice(NamedTuple):
@@ -63,8 +65,10 @@ def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
             for file in sorted(Path(folder).expanduser().glob("*.npy"))[:MAX_VOICES]:
                 try:
                     voices[file.stem] = Voice({}, {name: read_embedding(file, size, pipe.dtype)})
-                except (OSError, ValueError) as error:
-                    log.warning("voice left out file=%s reason=%s", file, first_line(error))
+                    file.stem.encode()  # the name is sent to clients
+                except Exception as error:  # numpy raises many kinds
+                    voices.pop(file.stem, None)
+                    log.warning("voice left out file=%a reason=%s", file, first_line(error))
     return voices
 
 
@@ -75,13 +79,16 @@ def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
 
 
 def read_embedding(file: Path, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a speaker's embedding [1, size]. Raises OSError and ValueError."""
+    """Return a speaker's embedding [1, size]. Raises ValueError, and errors of numpy."""
     if file.stat().st_size > MAX_EMBEDDING_BYTES:
         raise ValueError(f"it is larger than {MAX_EMBEDDING_BYTES} bytes")
     values = np.load(file, allow_pickle=False)
     if values.size != size:
         raise ValueError(f"it has {values.size} numbers, the model takes {size}")
-    return torch.from_numpy(values.astype(np.float32).reshape(1, size)).to(dtype)
+    embedding = torch.from_numpy(values.astype(np.float32).reshape(1, size)).to(dtype)
+    if not embedding.isfinite().all():
+        raise ValueError("it has a number that is not finite")
+    return embedding
 
 
 class RandomState:
@@ -135,6 +142,9 @@ class SynthesisRunner(PipelineRunner):
         try:
             super().prepare(item)
         except InvalidInput as error:
+            if isinstance(error, NoTokens) and getattr(item.payload, "is_part", False):
+                item.prepared, item.key = PreparedSpeech([], {}, {}), id(item)
+                return
             if isinstance(item.payload, SpeechInput) and error.param:
                 error.param = error.param.removeprefix("parameters.").replace("inputs", "input")
             raise
@@ -148,6 +158,9 @@ class SynthesisRunner(PipelineRunner):
             options["truncation"] = truncation
             if truncation and self.limit < min(limits.UNLIMITED, pipe.tokenizer.model_max_length):
                 options["max_length"] = self.limit
+        if len(inputs) > MAX_CHARS:
+            reason = f"the text has {len(inputs)} characters; at most {MAX_CHARS} are spoken here"
+            raise InvalidInput(f"{reason}, 4,096 at /v1/audio/speech", "inputs")
         voice = self._voice(parameters.get("voice", DEFAULT_VOICE))
         forward = {**voice.forward}
         if (speed := parameters.get("speed", 1)) != 1:
@@ -173,6 +186,8 @@ class SynthesisRunner(PipelineRunner):
         return next(iter(self.voices.values()), Voice({}, {}))
 
     def finish(self, item: PipelineItem, raw: Any) -> Any:
+        if not raw:
+            return SpokenAudio(np.zeros(0, np.int16), int(self.pipe.sampling_rate), 0)
         [output] = raw
         if not isinstance(item.payload, SpeechInput):
             return to_json(output)
@@ -186,6 +201,8 @@ class SynthesisRunner(PipelineRunner):
 
     def forward(self, prepared: list[Any]) -> list[Any]:
         [item] = prepared
+        if not item.chunks:
+            return [[]]
         if item.seed is None:
             return super().forward(prepared)
         random = RandomState(item.seed, self.pipe.device)

@@ -157,7 +157,14 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
         seed = self.settings.default_seed if seed is None else seed
         values = {"voice": name, "speed": request.speed, "seed": seed}
         parameters = {name: value for name, value in values.items() if value is not None}
-        return request, model, [SpeechInput(sentence, parameters) for sentence in sentences]
+        return (
+            request,
+            model,
+            [
+                SpeechInput(sentence, parameters, is_part=len(sentences) > 1)
+                for sentence in sentences
+            ],
+        )
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: SpeechTask) -> None:
         body, model, payloads = request
@@ -166,6 +173,10 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
             if body.stream_format == "sse":
                 return await respond(scope, send, stream, builder)
             audios = await stream.read()
+            while stream.unfinished and not any(len(audio.samples) for audio in audios):
+                audios += await stream.read()
+            if not any(len(audio.samples) for audio in audios):
+                raise InvalidInput.at("input", "has no text that the model speaks")
             headers, media = stream.timing_headers(), CODECS[body.format].media
             if not stream.unfinished:
                 content = await run_sync(builder.build, audios)
