@@ -240,6 +240,18 @@ def test_frames_are_chosen_as_a_request_asks() -> None:
     assert len(lengths) == 2
 
 
+def test_a_model_with_a_number_of_frames_takes_shorter_clips_and_a_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preprocessor = engine("video-gemma4").input_processor.media_preprocessor
+    assert preprocessor
+    modality: Any = preprocessor.processor.modalities["video"]
+    monkeypatch.setattr(modality.part, "num_frames", 32)
+    video = modality.sample()  # of 16 frames in 4 seconds
+    for requested, count in (({}, 16), ({"fps": 1.0}, 4), ({"num_frames": 3}, 3)):
+        assert len(modality._choose(video, {}, requested).frames_indices) == count
+
+
 def test_preempted_videos_are_decoded_again() -> None:
     model = "video-qwen2-vl"
     items = [ask("One ", noisy(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
@@ -275,7 +287,7 @@ def test_too_many_frames_are_refused() -> None:
     with pytest.raises(InvalidInput, match="chooses 800 frames of the video"):
         serve(engine("video-llava-onevision"), [ask(many, limits=(("fps", 10.0),))])
     with pytest.raises(InvalidInput, match="chooses no frames"):
-        serve(engine("video-qwen2-vl"), [ask(ONE, limits=(("num_frames", 30),))])
+        serve(engine("video-qwen2-vl"), [ask(ONE, limits=(("num_frames", 1),))])
     with pytest.raises(InvalidInput, match="fill more than"):
         serve(engine("video-video-llava"), [ask(*[ONE] * 9)])
 
@@ -285,8 +297,8 @@ def test_large_frames_are_scaled_down(monkeypatch: pytest.MonkeyPatch) -> None:
     file = MediaInput(ONE, "auto", "video", kind="video")
     decoder.check_sizes([file], 100, lambda: True)
     video = decoder.decode(file, lambda: True)
-    assert video.read([0, 3]).shape == (2, 48, 64, 3)
-    assert video.read(range(16)).shape == (16, 24, 32, 3)
+    assert video.read([3]).shape == (1, 48, 64, 3)
+    assert video.read(range(4)).shape == (4, 24, 32, 3)
     monkeypatch.setattr(decoders, "MAX_VIDEO_S", 3.0)
     with pytest.raises(InvalidInput, match="the videos last 4 seconds so far"):
         decoder.check_sizes([file, file], 100, lambda: True)

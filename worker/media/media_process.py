@@ -56,6 +56,7 @@ READ_BYTES = 32 << 20
 MIN_SPEED = 1_000_000  # samples of all channels per second of CPU time; 20 million are usual
 MIN_VIDEO_SPEED = 40_000_000  # pixels per second of CPU time; 200 million are usual
 MAX_CPU_S = 180
+POLL_MS = 500  # how often a reader looks whether its client has left
 MAX_FRAME_PIXELS = 4096 * 2304
 RATE_TOLERANCE = 0.01
 MAX_PROCESSES = 64
@@ -150,6 +151,15 @@ class VideoProcess(MediaProcess):
     """Frames of a file's first video stream.
 
     `header`: `frames`, `fps`, `seconds`, and `width` and `height` of an upright frame."""
+
+    def wait(self, is_wanted: Callable[[], bool]) -> bool:
+        """Wait for the next frame, or the end; return False once not `is_wanted()`."""
+        poll = select.poll()
+        poll.register(self._output, select.POLLIN)
+        while is_wanted():
+            if poll.poll(POLL_MS):
+                return True
+        return False
 
     def read(self, width: int, height: int) -> np.ndarray:
         """Return the next frame [height, width, 3] uint8. Raises UnreadableMedia for a broken

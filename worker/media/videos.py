@@ -14,6 +14,7 @@ import numpy as np
 
 from batching.errors import ClientGone, InvalidInput, QueueFull
 from worker.media.media_process import (
+    MAX_CPU_S,
     MAX_PROCESSES,
     TooManyProcesses,
     UnreadableMedia,
@@ -67,12 +68,13 @@ def read_frames(
     frames = np.empty((len(numbers), height, width, 3), np.uint8)
     with closing(_open(path, param, "frames", numbers=numbers, size=size)) as process:
         for frame in frames:
-            if not is_wanted():
+            if not process.wait(is_wanted):
                 raise ClientGone
             try:
                 frame[:] = process.read(width, height)
             except UnreadableMedia:
-                raise InvalidInput(f"{UNREADABLE}, or it is broken", param) from None
+                reason = f"{UNREADABLE}, is broken, or takes over {MAX_CPU_S} s to decode"
+                raise InvalidInput(reason, param) from None
     return frames if numbers == list(indices) else frames[np.searchsorted(numbers, indices)]
 
 

@@ -129,8 +129,8 @@ def check_seconds(seconds: float, param: str) -> None:
 
 
 class VideoDecoder:
-    """`max_pixels`: of a frame. The chosen frames of a video are scaled down beyond
-    REQUEST_PIXELS_RATIO times as many."""
+    """`max_pixels`: of a frame. The chosen frames of a video are scaled down beyond as many
+    together."""
 
     def __init__(self, max_pixels: int) -> None:
         self.max_pixels = max_pixels
@@ -155,7 +155,7 @@ class VideoDecoder:
                 raise InvalidInput(f"{many}; {limit}", file.param)
             width, height = metadata.width, metadata.height
             pixels = width * height * len(indices)
-            if (ratio := REQUEST_PIXELS_RATIO * self.max_pixels / pixels) < 1:
+            if (ratio := self.max_pixels / pixels) < 1:
                 width, height = (max(1, int(side * sqrt(ratio))) for side in (width, height))
             with saved(file.data) as path:
                 return read_frames(path, indices, (width, height), file.param, is_wanted)

@@ -5,6 +5,7 @@
 A video is split where the encoder reads its frames, or pairs of them, apart: a tile for each.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -89,13 +90,18 @@ class VideoModality(Modality):
         frames, fps, seconds, width, height = video.metadata
         metadata: Any = LibraryMetadata(frames, fps, width, height, seconds)
         names = self.part.valid_kwargs.__annotations__
-        settings = {name: getattr(self.part, name, None) for name in names} | dict(options)
+        part = copy.copy(self.part)  # the library reads None as its attribute
         if not requested.keys().isdisjoint(SAMPLING):
-            settings.update({name: requested.get(name) for name in SAMPLING})
-        elif all(settings.get(name) is None for name in SAMPLING):
+            for name in SAMPLING:
+                setattr(part, name, requested.get(name))
+            options = {**options, **dict.fromkeys(SAMPLING), **requested}
+        settings = {name: getattr(part, name, None) for name in names} | dict(options)
+        if all(settings.get(name) is None for name in SAMPLING):
             settings["fps"] = DEFAULT_FPS
+        if settings.get("num_frames"):
+            settings["num_frames"] = min(settings["num_frames"], frames)
         try:
-            indices = [int(n) for n in self.part.sample_frames(metadata=metadata, **settings)]
+            indices = [int(n) for n in part.sample_frames(metadata=metadata, **settings)]
         except Exception as error:  # any error of the library
             reason = f"the model's processor chooses no frames: {first_line(error)}"
             raise InvalidInput(reason, video.param) from error

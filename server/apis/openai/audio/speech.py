@@ -33,6 +33,7 @@ from server.http.sse import data_frame
 from worker.messages.synthesis import DEFAULT_VOICE, SpeechInput, SpokenAudio
 
 MAX_INPUT = 4096  # characters, as OpenAI has it
+NOTHING = "has no text that the model speaks"
 TOKENS_PER_S = 20  # of audio, in `usage`
 BINARY: Schema = {"type": "string", "format": "binary"}
 
@@ -120,6 +121,8 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
         yield data_frame({"type": "speech.audio.delta", "audio": audio})
 
     def finish(self) -> Iterator[bytes]:
+        if not self._seconds:
+            raise InvalidInput.at("input", NOTHING)
         tokens, output = self._tokens, round(self._seconds * TOKENS_PER_S)
         usage = {
             "input_tokens": tokens,
@@ -176,7 +179,7 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
             while stream.unfinished and not any(len(audio.samples) for audio in audios):
                 audios += await stream.read()
             if not any(len(audio.samples) for audio in audios):
-                raise InvalidInput.at("input", "has no text that the model speaks")
+                raise InvalidInput.at("input", NOTHING)
             headers, media = stream.timing_headers(), CODECS[body.format].media
             if not stream.unfinished:
                 content = await run_sync(builder.build, audios)
