@@ -64,6 +64,13 @@ def test_frames_are_those_of_the_file(path: Path) -> None:
     np.testing.assert_array_equal(read_frames(str(path), [2, 11], SIDE, "video"), own[2:12:9])
 
 
+def test_frames_within_a_gradual_refresh_are_those_asked_for(path: Path) -> None:
+    """A decoder shows nothing of one before its end."""
+    probe(path, clip(frames=27, options={"x264-params": "intra-refresh=1:keyint=8"}))
+    for asked in ([0, 26], [9], [17, 20], [25]):
+        assert numbers(path, asked) == asked
+
+
 def test_frames_of_a_variable_rate_are_numbered_by_time(path: Path) -> None:
     """Ten frames of the first second, and one each of the following nine."""
     times = [*range(0, 1000, 100), *range(1000, 10_000, 1000)]
@@ -189,9 +196,18 @@ def test_playlists_and_scripts_are_not_opened(path: Path, tmp_path: Path) -> Non
 
 
 def test_cpu_time_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_process, "CPU_S", 0)
+    monkeypatch.setattr(media_process, "VIDEO_CPU_S", 0)
     with pytest.raises(InvalidInput, match="can be read"):
         probe(path, clip(frames=400, size=(640, 480)))
+
+
+def test_frames_that_are_too_large_are_refused_with_their_size(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_process, "MAX_FRAME_PIXELS", 1000)
+    path.write_bytes(clip())
+    with pytest.raises(media_process.NotDecoded, match="a frame has 64 x 48 pixels; at most 1000"):
+        media_process.open_video(os.open(path, os.O_RDONLY), "mov")
 
 
 def test_a_client_that_left_ends_the_decoding(path: Path) -> None:

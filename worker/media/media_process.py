@@ -52,6 +52,7 @@ OPTIONS = {
 SOUND_FILE_MEMORY_BYTES = 64 << 20
 MEMORY_BYTES = {"audio": 256 << 20, "video": 1 << 30}
 CPU_S = 2  # CPU time before the first samples, and for each READ_BYTES of the file
+VIDEO_CPU_S = 20  # likewise: each packet of a video is read
 READ_BYTES = 32 << 20
 MIN_SPEED = 1_000_000  # samples of all channels per second of CPU time; 20 million are usual
 MIN_VIDEO_SPEED = 40_000_000  # pixels per second of CPU time; 200 million are usual
@@ -184,7 +185,8 @@ def start_fork_server() -> None:
 
 def _start_fork(file: int, request: dict[str, Any]) -> tuple[IO[bytes], int]:
     """Return the pipe of a new process' output, and a descriptor whose closing ends it."""
-    cpu_s = CPU_S * (1 + os.fstat(file).st_size // READ_BYTES)
+    per_read_s = CPU_S if request["task"] == "samples" else VIDEO_CPU_S
+    cpu_s = per_read_s * (1 + os.fstat(file).st_size // READ_BYTES)
     message = json.dumps({**request, "cpu_s": cpu_s}).encode()
     for _ in range(2):
         connection = _fork_server.connect()
@@ -421,6 +423,11 @@ class Timeline(NamedTuple):
         """Return the time of the last keyframe up to `time`."""
         return self.keys[max(0, bisect.bisect_right(self.keys, time) - 1)]
 
+    @property
+    def sequential(self) -> "Timeline":
+        """The same frames, all decoded from the first keyframe."""
+        return self._replace(keys=self.keys[:1])
+
     def count(self, times: Sequence[int]) -> int:
         """Return how many frames are decoded for those of ascending `times`."""
         last = {self.key(time): time for time in times}
@@ -447,6 +454,10 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
 def open_video(file: int, kind: str) -> tuple[Any, Any, Timeline]:
     container, stream = open_stream(file, kind, "video")
     stream.codec_context.thread_count = 1
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if width * height > MAX_FRAME_PIXELS:
+        limit = f"at most {MAX_FRAME_PIXELS} are decoded"
+        raise NotDecoded(f"a frame has {width} x {height} pixels; {limit}")
     # The sizes in the container and in the video may differ.
     stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
     return container, stream, read_timeline(container, stream)
@@ -475,7 +486,7 @@ def write_frames(
     times = [timeline.time(number) for number in numbers]
     write_header(pipe)
     pixels = stream.codec_context.width * stream.codec_context.height
-    allow_cpu(cpu_s + timeline.count(times) * pixels // MIN_VIDEO_SPEED)
+    allow_cpu(cpu_s + timeline.sequential.count(times) * pixels // MIN_VIDEO_SPEED)
     for frame in decoded_frames(container, stream, timeline, times):
         turns = round(frame.rotation / 90)
         width, height = size[::-1] if turns % 2 else size
@@ -487,12 +498,14 @@ def write_frames(
 def decoded_frames(
     container: Any, stream: Any, timeline: Timeline, times: Sequence[int]
 ) -> Iterator[Any]:
-    """Yield a frame for each of ascending `times`. Instead of one that cannot be decoded, the next
-    is yielded; at the end the last."""
+    """Yield a frame for each of ascending `times`, decoded from the keyframe before it. If one does
+    not appear, as where a keyframe begins a gradual refresh, the rest is decoded from the start;
+    then the next is yielded instead of one that cannot be decoded, at the end the last."""
     import av
 
     codec, number, latest, frame = stream.codec_context, 0, timeline.times[0] - 1, None
     start: int | None = timeline.key(times[0])
+    jumps = len(timeline.keys) > 1
     for packet in container.demux(stream):
         if start is not None and packet.size:
             if packet.pts != start:
@@ -505,12 +518,20 @@ def decoded_frames(
         latest = latest if packet.pts is None else max(latest, packet.pts)
         for frame in frames:
             while number < len(times) and (frame.pts or 0) >= times[number]:
+                if jumps and (frame.pts or 0) > times[number]:
+                    break
                 yield frame
                 number += 1
         if number == len(times):
             return
+        if jumps and frame and (frame.pts or 0) > times[number]:
+            break
         if frames and (key := timeline.key(times[number])) > latest:
             start = key
+    if jumps:
+        container.seek(0)
+        yield from decoded_frames(container, stream, timeline.sequential, times[number:])
+        return
     if frame is None:
         raise NotDecoded("no frame can be decoded")
     for _ in times[number:]:

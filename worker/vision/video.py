@@ -18,6 +18,7 @@ from transformers.video_utils import VideoMetadata as LibraryMetadata
 from batching.errors import InvalidInput
 from worker.error_classification import first_line
 from worker.media.videos import VideoMetadata
+from worker.messages.generation import LIMITS
 from worker.vision.modality import Modality, Tensors, is_encoder_input
 
 SAMPLING = ("fps", "num_frames")
@@ -104,7 +105,8 @@ class VideoModality(Modality):
             indices = [int(n) for n in part.sample_frames(metadata=metadata, **settings)]
         except Exception as error:  # any error of the library
             reason = f"the model's processor chooses no frames: {first_line(error)}"
-            raise InvalidInput(reason, video.param) from error
+            param = next((f"{LIMITS}.{name}" for name in requested), video.param)
+            raise InvalidInput(reason, param) from error
         # an array: the library appends to lists
         metadata.frames_indices = np.array(indices or [0])
         return metadata
