@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers.models.auto import modeling_auto, processing_auto
 
-from batching.errors import InvalidInput
+from batching.errors import DeadlineExceeded, InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny_audio
 from tests.generating import GREEDY, Driver, Request, Served, serve
@@ -27,7 +27,7 @@ from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaK
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, auto_class
 from worker.model.paged_runner import PagedRunner, StateSlots
-from worker.vision import decoders, processor
+from worker.vision import decoders, media_preprocessor, processor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import load_processor
@@ -336,6 +336,14 @@ def test_samples_are_counted_where_a_header_states_less(monkeypatch: pytest.Monk
     file = webm(6, 1)
     loaded("audioflamingo3").prepare(request(file))
     assert "last 12 seconds so far" in rejection("audioflamingo3", file, webm(6, 2))
+
+
+def test_counting_tokens_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_preprocessor, "MAX_COUNT_S", 0)
+    chat = request(wav(0)).payload.prompt
+    assert isinstance(chat, Chat)
+    with pytest.raises(DeadlineExceeded, match="the media were not read within 0 s"):
+        loaded("qwen2_audio").input_processor.encode(chat)
 
 
 def test_a_recording_of_which_the_model_reads_nothing_is_refused() -> None:

@@ -9,11 +9,13 @@ requests wait without holding a thread.
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from batching.errors import ClientGone, DeadlineExceeded
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
@@ -29,6 +31,7 @@ from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
 
 MAX_WAITING_BYTES = 1 << 30
+MAX_COUNT_S = 10  # that media are read to count the tokens of a prompt
 
 
 class MediaPreprocessor:
@@ -107,8 +110,18 @@ class MediaPreprocessor:
 
     def token_ids(self, text: str, media: Sequence[MediaInput]) -> list[int]:
         """Return the token ids of a prompt. Runs in the thread of `recompute`, so that concurrent
-        calls take no more memory than one."""
-        return self._recompute_thread.submit(self.process, text, media).result().ids
+        calls take no more memory than one. Raises DeadlineExceeded after MAX_COUNT_S, in which the
+        thread is free for others again."""
+        deadline = time.monotonic() + MAX_COUNT_S
+
+        def process() -> list[int]:
+            return self.process(text, media, is_wanted=lambda: time.monotonic() < deadline).ids
+
+        try:
+            return self._recompute_thread.submit(process).result()
+        except ClientGone:
+            reason = f"the media were not read within {MAX_COUNT_S} s"
+            raise DeadlineExceeded(reason) from None
 
     def close(self) -> None:
         self._recompute_thread.shutdown(wait=False, cancel_futures=True)
