@@ -214,7 +214,7 @@ def sent(*parts: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got int"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty"),
         (sent({"type": "image_url"}), f"{USER_PART}.image_url", "is required"),
-        (sent({"type": "video_url", "text": "a"}), f"{USER_PART}.type", "not 'video_url'"),
+        (sent({"type": "smell_url", "text": "a"}), f"{USER_PART}.type", "not 'smell_url'"),
         (sent({"type": "text"}), f"{USER_PART}.text", "is required"),
         (sent("x"), USER_PART, "expected object"),
         ({"temperature": 2.1}, "temperature", "<= 2"),

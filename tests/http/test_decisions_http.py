@@ -194,6 +194,7 @@ def user(*parts: Any) -> dict[str, Any]:
         ({"input": []}, "input"),
         ({"input": None}, "input"),
         (user(IMAGE), "input[0].content[0].type"),
+        (user({"type": "input_audio"}), "input[0].content[0].type"),
         ({"input": [{"role": "nobody", "content": "hi"}]}, "input[0].role"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [CONVERSATION[3]]}, "input[0].call_id"),

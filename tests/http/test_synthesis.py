@@ -382,7 +382,7 @@ def test_a_long_text_outlasts_the_limit_of_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     models: dict[str, Any] = {"pipeline_model": str(folder("vits")), "device": "cpu"}
-    with serving(pipeline_task="text-to-audio", request_timeout_s=2.0, **models) as server:
+    with serving(pipeline_task="text-to-audio", request_timeout_s=3.0, **models) as server:
         engine: Any = server.worker_client.models["pipeline"].engine
         forward, waited = engine.runner.forward, threading.Event()
 

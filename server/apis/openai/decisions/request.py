@@ -39,8 +39,8 @@ class ItemPart(QuestionPart):
         is_json = self.type == "input_json"
         return self.to_text(path) if is_json else super().read(path, kinds, prefix)
 
-    def image_document(self, path: str) -> Document:
-        raise InvalidInput.at(f"{path}.type", "this model takes text, no images")
+    def media_document(self, path: str) -> Document:
+        raise InvalidInput.at(f"{path}.type", f"this model takes text, not {self.type!r}")
 
 
 class DecisionItem(Struct):
