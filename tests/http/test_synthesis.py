@@ -322,7 +322,7 @@ def test_a_disconnect_frees_the_slots_and_ends_the_speech(
     steps.release(2)
     assert post(server, input=ONE).status_code == 200
     assert steps.count == 2  # the first sentence, and the other request
-    assert server.app.memory.used == 0
+    wait_until(lambda: server.app.memory.used == 0)
 
 
 def test_a_failing_sentence_ends_the_stream(
