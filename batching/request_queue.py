@@ -31,9 +31,8 @@ from batching.fair_share import (
 )
 from batching.step_times import StepTimes
 
-# Items are dispatched while prompts that have not started take less than this, or have fewer tokens
-# where no step has been measured.
-MAX_UNSTARTED_S, MAX_UNSTARTED_TOKENS = 2.0, 4096
+# Items are dispatched while prompts that have not started take less than this.
+MAX_UNSTARTED_S = 2.0
 # In the means that estimate costs: the factor of an item's weight with each later item.
 DECAY = 0.98
 CHARS_PER_TOKEN = 4.0  # assumed before the first item
@@ -157,7 +156,7 @@ class FairQueue:
         """Remove and return the items that are dispatched now."""
         times, items = self.times(), list[WorkItem]()
         token_s = times.token_s if times else 0.0
-        max_tokens = MAX_UNSTARTED_S / token_s if token_s else MAX_UNSTARTED_TOKENS
+        max_tokens = MAX_UNSTARTED_S / token_s if token_s else math.inf
         while (
             self._order
             and self._dispatched.total < 2 * self.capacity

@@ -141,13 +141,6 @@ def test_without_full_slots_only_prompts_delay_others() -> None:
     assert model.queue.expected_wait_s(WorkOwner("a")) > 1
 
 
-def test_few_tokens_are_dispatched_before_the_first_measured_step() -> None:
-    queue = FairQueue(64, lambda: StepTimes())
-    for _ in range(32):
-        queue.add(item_of(chars=4000))  # 1,000 tokens
-    assert len(queue.take()) == 5
-
-
 @pytest.mark.parametrize("other", [{"client": "b"}, {"flow": "y"}])
 def test_a_client_and_a_flow_wait_for_as_much_of_others_as_they_bring(
     other: dict[str, str],
