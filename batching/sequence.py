@@ -90,11 +90,11 @@ class PrefixedTokens(abc.Sequence[int]):
 @dataclass(eq=False, slots=True)
 class MultimodalInputs:
     """The multimodal inputs of a prompt besides its token ids, shared by a request's choices. They
-    are complete once the images are encoded (worker/vision/encoder_scheduler.py).
+    are complete once the media are encoded (worker/vision/encoder_scheduler.py).
 
     `ready`: the prompt may run. `contents`: of the prompt, one for each position.
     `bidirectional_spans`: ranges [start, stop) of positions that attend to each other, and so must
-    run in one step. All images and such spans lie before `end`. `shift`: position id minus index,
+    run in one step. All media and such spans lie before `end`. `shift`: position id minus index,
     from `end` on."""
 
     ready: bool = False
@@ -301,7 +301,7 @@ class Batch:
 
     @property
     def position_ids(self) -> list[int]:
-        """[T] as the model counts them: after images they differ from the indices."""
+        """[T] as the model counts them: after media they differ from the indices."""
         ids = [*self.positions]
         for number, shift in self.shifts.items():
             begin, width = self.offsets[number], self.spans[number].width

@@ -20,7 +20,7 @@ from batching.errors import InvalidInput
 from server.core.metrics import Metrics
 
 MAX_CONNECTIONS = 16  # of the whole server
-FETCH_S = 10.0  # one image, with its redirects
+FETCH_S = 10.0  # one file, with its redirects
 MAX_REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
 UNICAST = ipaddress.IPv6Network("2000::/3")

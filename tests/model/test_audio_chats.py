@@ -410,5 +410,5 @@ def test_model_whose_processor_is_not_called_with_sound_serves_text(
 
 def test_models_without_sound_name_the_reason() -> None:
     preprocessor = loaded("qwen2_audio")
-    assert "image" in preprocessor.text_model.refused_media
+    assert preprocessor.text_model.refused_media["image"] == "this model takes no images"
     assert "audio" not in preprocessor.text_model.refused_media

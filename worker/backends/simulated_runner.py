@@ -27,7 +27,6 @@ class SimulatedRunner(PagedRunner):
     token. Logits are random, and those of `stop_token_ids` impossible."""
 
     idempotent = False  # resampled tokens are known before the next step is launched
-    verifies_drafts = False
     runs_ahead = True
 
     def __init__(

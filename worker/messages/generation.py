@@ -16,13 +16,13 @@ INPUT = "input"  # the argument of a custom tool
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its media
 WHITE = (255, 255, 255)
-TRANSCRIBE = "Write down what is said in the recording, word for word and nothing else."
+TRANSCRIBE = "Transcribe the recording verbatim. Return the transcript only."
 MAX_FRAMES = 768  # of a video; Qwen's processors choose no more themselves
 MAX_MEDIA = 20  # of a request's prompt, all kinds together
 MediaKind = Literal["image", "audio", "video"]
 NOUNS: Mapping[MediaKind, str] = {"image": "an image", "audio": "a recording", "video": "a video"}
 PLURALS: Mapping[MediaKind, str] = {"image": "images", "audio": "recordings", "video": "videos"}
-# Why a model without images refuses the kinds.
+# Why a model of text alone refuses media, by kind.
 TEXT_ONLY: Mapping[MediaKind, str] = {
     kind: f"this model takes text, no {plural}" for kind, plural in PLURALS.items()
 }

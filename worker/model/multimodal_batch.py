@@ -1,4 +1,4 @@
-"""The multimodal part of a paged step: positions of its tokens and inputs of its image tokens.
+"""The multimodal part of a paged step: positions of its tokens and inputs of its placeholders.
 
 The encoder has run before (worker/vision); paged_runner.py passes both to the decoder.
 """
@@ -17,7 +17,7 @@ from worker.model.decoder_hook import DecoderRows
 class EncodedInputs(MultimodalInputs):
     """A prompt's multimodal inputs as its decoder takes them.
 
-    `spans`: token ranges [start, stop) of the images in the prompt. `positions`: int64 [A, T], the
+    `spans`: token ranges [start, stop) of the media in the prompt. `positions`: int64 [A, T], the
     whole prompt's position ids on each of the model's A axes (3 for Qwen-VL), None until computed.
     `rows`: one DecoderRows per span, kept from encoding until the prompt has run.
     """
@@ -46,7 +46,7 @@ def multimodal_position_ids(batch: Batch) -> Tensor:
 
 
 def injected_rows(batch: Batch) -> tuple[Tensor, DecoderRows]:
-    """Return the indices [N] of the batch's image tokens, and the decoder's inputs for them."""
+    """Return the indices [N] of the batch's placeholders, and the decoder's inputs for them."""
     indices: list[Tensor] = []
     parts: list[DecoderRows] = []
     for number in batch.multimodal_spans:

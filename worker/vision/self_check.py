@@ -128,7 +128,7 @@ def refuse_failing(language: LanguageModel, processor: Processor) -> None:
 
 
 def refuse(language: LanguageModel, kind: MediaKind, why: str) -> None:
-    """Log why a kind of media is refused. Clients are told where to look."""
+    """Refuse a kind of media: log the reason, and refer clients to the log."""
     log.warning("%s are refused, %s", PLURALS[kind], why)
     reason = f"this model does not run with {PLURALS[kind]} here; see the server's log"
     language.refused_media = {**language.refused_media, kind: reason}

@@ -1,6 +1,6 @@
 """The endpoints of JSON bodies, and the path of a request whose response is made of deltas.
 
-    body → parse → images → submit → first delta or refusal → headers → events, or one document
+    body → parse → media → submit → first delta or refusal → headers → events, or one document
 
 The headers of a stream wait for the first delta, so refusals and early failures have real status
 codes. After SSE_KEEPALIVE_S the stream opens with comments; a later failure is an event. A
@@ -245,7 +245,7 @@ class GenerationEndpoint(BodyEndpoint[P]):
         """Return the builder of the response; `usage` is counted while its deltas are read."""
 
     async def read(self, incoming: IncomingRequest, body: bytes) -> P:
-        """Return the checked request of a body, with the bytes of its images. Raises InvalidInput
+        """Return the checked request of a body, with the bytes of its media. Raises InvalidInput
         and the errors of fetching."""
         request = await super().read(incoming, body)
         chat = request.inputs[0].prompt  # a chat is the only input of its request

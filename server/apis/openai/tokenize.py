@@ -66,9 +66,9 @@ class TokenizeRequest(Struct):
             return self.prompt or ""
         chat = conversation(self, self.messages, self.tools)
         check_media(chat, model)
-        for image in chat.media:
-            if image.link:
-                raise InvalidInput.at(image.param, "must be a data: URL; links are not fetched")
+        for file in chat.media:
+            if file.link:
+                raise InvalidInput.at(file.param, "must be a data: URL; links are not fetched")
         return chat
 
     def run(self, model: TextModel) -> Tokens | list[list[dict[str, Any]]]:

@@ -17,6 +17,7 @@ from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.input_processor import InputProcessor
 from worker.error_classification import first_line
 from worker.load_context import on_worker
+from worker.messages.generation import PLURALS, TEXT_ONLY
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import is_worth_compiling
@@ -117,7 +118,7 @@ def load_media_preprocessor(language: LanguageModel, max_pixels: int) -> MediaPr
     if not processor.modalities:
         return None
     language.refused_media = {
-        kind: reason
+        kind: f"this model takes no {PLURALS[kind]}" if reason == TEXT_ONLY[kind] else reason
         for kind, reason in language.refused_media.items()
         if kind not in processor.modalities
     }
