@@ -33,6 +33,7 @@ from batching.step_times import StepTimes
 
 # Items are dispatched while prompts that have not started take less than this.
 MAX_UNSTARTED_S = 2.0
+MAX_UNSTARTED_TOKENS = 4096  # before a step is measured
 # In the means that estimate costs: the factor of an item's weight with each later item.
 DECAY = 0.98
 CHARS_PER_TOKEN = 4.0  # assumed before the first item
@@ -156,7 +157,7 @@ class FairQueue:
         """Remove and return the items that are dispatched now."""
         times, items = self.times(), list[WorkItem]()
         token_s = times.token_s if times else 0.0
-        max_tokens = MAX_UNSTARTED_S / token_s if token_s else math.inf
+        max_tokens = MAX_UNSTARTED_S / token_s if token_s else MAX_UNSTARTED_TOKENS
         while (
             self._order
             and self._dispatched.total < 2 * self.capacity

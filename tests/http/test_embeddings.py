@@ -392,7 +392,7 @@ def test_long_texts_delay_no_short_ones() -> None:
                 pool.submit(httpx.post, url, timeout=60, json=body)
                 for body in 10 * [{"input": "a " * 100_000, "truncate_prompt_tokens": -1}]
             ]
-            wait_until(lambda: server.worker_client.decode._inbox.qsize() > 0)
+            wait_until(lambda: server.worker_client.queue.pending == len(long))
             assert httpx.post(url, json={"input": "a"}, timeout=60).status_code == 200
             assert not any(one.done() for one in long)
         assert [one.result().status_code for one in long] == 10 * [200]
