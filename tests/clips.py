@@ -9,6 +9,7 @@ import pytest
 
 av: Any = pytest.importorskip("av")
 SIDE = 64, 48
+SAMPLING_RATE = 16000
 
 
 def frame(number: int, size: tuple[int, int] = SIDE) -> np.ndarray:
@@ -36,6 +37,7 @@ def clip(
     rotation: int = 0,
     options: dict[str, str] | None = None,
     make: Callable[[int], np.ndarray] | None = None,
+    sound_s: float = 0.0,
 ) -> bytes:
     """Return a video. `times`: of the frames, in thousandths of a second."""
     buffer = io.BytesIO()
@@ -46,6 +48,13 @@ def clip(
         stream.options = {"g": "8", **(options or {})}
         if rotation:
             stream.set_display_rotation(rotation)
+        if sound_s:
+            noise = np.random.default_rng(0).normal(0, 0.1, (1, int(sound_s * SAMPLING_RATE)))
+            samples = av.AudioFrame.from_ndarray(noise.astype(np.float32), "fltp", "mono")
+            samples.rate = SAMPLING_RATE
+            sound = file.add_stream("aac", rate=SAMPLING_RATE, layout="mono")
+            for packet in [*sound.encode(samples), *sound.encode(None)]:
+                file.mux(packet)
         for number in range(frames):
             pixels = make(number) if make else frame(number, size)
             picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")

@@ -79,6 +79,27 @@ def test_a_request_chooses_frames(
     assert got.media[0].digest != expected("", fps=4.5).digest
 
 
+def test_the_sound_of_a_video_follows_it(generator: FakeGenerator, server: Server) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: video/mp4\r\nContent-Length: 3\r\n\r\n"
+    sound = {"mm_processor_kwargs": {"use_audio_in_video": True, "fps": 2}}
+    with replying(head + b"mp4") as (port, requests):
+        parts = link(f"http://127.0.0.1:{port}/a.mp4"), text("one"), video()
+        got = chat(generator, server, {**user(*parts), **sound})
+    place = {"type": "audio"}
+    assert got.messages[0]["content"] == [PLACE, place, text("one"), PLACE, place]
+    assert [(file.kind, file.data) for file in got.media] == 2 * [
+        ("video", b"mp4"),
+        ("audio", b"mp4"),
+    ]
+    assert [file.limits for file in got.media] == 2 * [(("fps", 2.0),), ()]
+    assert len(requests) == 1  # the link is fetched once
+    with_text = [{"role": "system", "content": "Hi."}, *user(video())["messages"]]
+    got = chat(generator, server, {"messages": with_text, **sound})
+    assert [message["content"] for message in got.messages] == ["Hi.", [PLACE, place]]
+    error = error_of(post(server, CHAT, {**user(*[video()] * 11), **sound}))
+    assert error["param"] == "mm_processor_kwargs.use_audio_in_video"
+
+
 def test_responses_accept_videos_and_their_conversations_keep_them(
     generator: FakeGenerator, server: Server
 ) -> None:

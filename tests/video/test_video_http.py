@@ -23,8 +23,8 @@ def seeing() -> Iterator[Sdk]:
         yield connected
 
 
-def ask(seeing: Sdk, part: dict[str, Any], **more: Any) -> Any:
-    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What?"}, part]}]
+def ask(seeing: Sdk, *parts: dict[str, Any], **more: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What?"}, *parts]}]
     chats: Any = seeing.client.chat.completions
     return chats.create(
         messages=messages, model=seeing.model, temperature=0, max_tokens=8, extra_body=more
@@ -48,6 +48,25 @@ def test_clips_are_read_from_both_parts_and_fewer_frames_make_shorter_prompts(
     assert fewer.usage.prompt_tokens < whole.usage.prompt_tokens
     listed: Any = seeing.client.models.list().data[0]
     assert listed.input_modalities == ["text", "image", "video"]
+
+
+def test_the_sound_of_a_clip_is_a_recording_behind_it() -> None:
+    path = str(folder("video-qwen2.5-omni-thinker"))
+    sound = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+    with sdk.connect(chat_model=path, dtype="float32", kv_cache_gb=0.05) as omni:
+        clips = [data(clip(sound_s=seconds)) for seconds in (0.5, 1.0)]
+        short, longer = (ask(omni, part, **sound).usage for part in clips)
+        recording = {"type": "input_audio", "input_audio": clips[0]["input_video"]}
+        both = ask(omni, clips[0], recording).usage
+        assert (
+            both.prompt_tokens_details.audio_tokens == short.prompt_tokens_details.audio_tokens > 0
+        )
+        assert both.prompt_tokens == short.prompt_tokens < longer.prompt_tokens
+        assert both.prompt_tokens_details.cached_tokens
+        assert not ask(omni, clips[0]).usage.prompt_tokens_details.audio_tokens
+        with pytest.raises(openai.BadRequestError, match="has no audio") as refusal:
+            ask(omni, data(CLIP), **sound)
+        assert refusal.value.param == "messages[0].content[1].input_video"
 
 
 @pytest.mark.parametrize(

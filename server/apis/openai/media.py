@@ -13,13 +13,21 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import LIMITS, MAX_FRAMES, WHITE, Chat, MediaInput, MediaKind
+from worker.messages.generation import (
+    LIMITS,
+    MAX_FRAMES,
+    MAX_MEDIA,
+    WHITE,
+    Chat,
+    MediaInput,
+    MediaKind,
+)
 from worker.messages.protocol import TextModel
 from worker.registry import TextModelInfo
 
@@ -38,12 +46,14 @@ FrameCount = Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
 
 class MediaLimits(Struct):
     """`min_pixels`, `max_pixels`: of each image, as Qwen's processors and those after them have
-    them. `fps`, `num_frames`: of the frames that are chosen of each video."""
+    them. `fps`, `num_frames`: of the frames that are chosen of each video. `use_audio_in_video`:
+    each video is followed by its sound."""
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
     fps: FrameRate | None = None
     num_frames: FrameCount | None = None
+    use_audio_in_video: bool | None = None
 
 
 class ImageDecoding(Struct):
@@ -100,10 +110,8 @@ def check_media(chat: Chat, model: TextModel | TextModelInfo) -> None:
             raise InvalidInput.at(file.param, reason)
 
 
-def with_options(
-    media: Sequence[MediaInput], limits: MediaLimits | None, decoding: MediaDecoding | None
-) -> tuple[MediaInput, ...]:
-    """Return files with the options that a request has for all of their kind."""
+def with_options(chat: Chat, limits: MediaLimits | None, decoding: MediaDecoding | None) -> Chat:
+    """Return a chat whose files have the options that a request has for all of their kind."""
     limits, decoding = limits or MediaLimits(), decoding or MediaDecoding()
     image, video = decoding.image or ImageDecoding(), decoding.video or VideoDecoding()
     pixels = _given({"min_pixels": limits.min_pixels, "max_pixels": limits.max_pixels})
@@ -113,9 +121,34 @@ def with_options(
         raise InvalidInput.at(f"{LIMITS}.num_frames", "cannot be combined with fps")
     by_kind = {"image": pixels, "video": frames}
     background = image.rgba_background_color or WHITE
-    return tuple(
-        replace(file, limits=by_kind.get(file.kind, ()), background=background) for file in media
+    media = tuple(
+        replace(file, limits=by_kind.get(file.kind, ()), background=background)
+        for file in chat.media
     )
+    chat = replace(chat, media=media)
+    return with_sound(chat) if limits.use_audio_in_video else chat
+
+
+def with_sound(chat: Chat) -> Chat:
+    """Return a chat in which the sound of each video is a recording behind it."""
+    files, messages, media = iter(chat.media), list[Mapping[str, Any]](), list[MediaInput]()
+    for message in chat.messages:
+        parts = message["content"]
+        if isinstance(parts, list):
+            content = list[Mapping[str, Any]]()
+            for part in parts:
+                content.append(part)
+                if part["type"] != "text":
+                    media.append(next(files))
+                if part["type"] == "video":
+                    content.append({"type": "audio"})
+                    media.append(replace(media[-1], kind="audio", limits=()))
+            message = {**message, "content": content}
+        messages.append(message)
+    if len(media) > MAX_MEDIA:
+        reason = f"makes {len(media)} media of a request; at most {MAX_MEDIA} are accepted"
+        raise InvalidInput.at(f"{LIMITS}.use_audio_in_video", reason)
+    return replace(chat, messages=tuple(messages), media=tuple(media))
 
 
 def _given(limits: Mapping[str, float | None]) -> tuple[tuple[str, float], ...]:
@@ -142,19 +175,21 @@ class MediaLoader:
             taken = f"{queue.pending + self.fetching} of {queue.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1
-        fetches = [self._fetch(scope, file) for file in chat.media]
+        first = {file.link: file for file in reversed(chat.media) if file.link}
+        count = partial(scope["app"].count_body, scope)
+        fetches = [
+            self.fetcher.fetch(link, file.param, count, file.kind) for link, file in first.items()
+        ]
         try:
-            media = await while_connected(incoming, fetches, "the files were not fetched")
+            fetched = await while_connected(incoming, fetches, "the files were not fetched")
         finally:
             self.fetching -= 1
+        data = dict(zip(first, fetched, strict=True))
+        media = (
+            replace(file, data=data[file.link], link="") if file.link else file
+            for file in chat.media
+        )
         return replace(chat, media=tuple(media))
-
-    async def _fetch(self, scope: Scope, file: MediaInput) -> MediaInput:
-        if not file.link:
-            return file
-        count = partial(scope["app"].count_body, scope)
-        data = await self.fetcher.fetch(file.link, file.param, count, file.kind)
-        return replace(file, data=data, link="")
 
 
 async def while_connected(

@@ -11,7 +11,6 @@ ids and lengths are checked by the model's `prepare`.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -284,7 +283,7 @@ class GenerationRequest(Struct, kw_only=True):
         limits = config.get("max_new_tokens"), config.get("max_length")
         if isinstance(prompt, Chat) and prompt.media:
             options = self.mm_processor_kwargs, self.media_io_kwargs
-            prompt = replace(prompt, media=with_options(prompt.media, *options))
+            prompt = with_options(prompt, *options)
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
