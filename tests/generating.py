@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
+from batching.fair_share import NO_OWNER
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
@@ -128,7 +129,7 @@ def when_ready(run: Callable[[], T]) -> T:
             return run()
         except Pending as pending:
             again = threading.Event()
-            pending.then(lambda: True, again.set)
+            pending.then(NO_OWNER, lambda: True, again.set)
             assert again.wait(60), "the grammar is not compiled"
 
 

@@ -71,7 +71,7 @@ def prepared(engine: SpeechEngine[Any], payload: TranscriptionInput) -> SpeechIt
             return item
         except Pending as pending:
             ready = threading.Event()
-            pending.then(lambda: True, ready.set)
+            pending.then(item.owner, lambda: True, ready.set)
             assert ready.wait(60)
 
 

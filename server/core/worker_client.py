@@ -275,7 +275,7 @@ class WorkerClient:
             try:
                 model.engine.prepare(item)
             except Pending as pending:
-                pending.then(partial(is_alive, item), partial(self._put, [item]))
+                pending.then(item.owner, partial(is_alive, item), partial(self._put, [item]))
             except OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from batching.errors import InvalidInput
+from batching.fair_share import NO_OWNER, WorkOwner
 from tests import tiny_multimodal
 from tests.generating import serve
 from tests.model.test_multimodal_processor import loaded
@@ -198,8 +199,8 @@ def test_requests_wait_while_tensors_of_others_fill_the_memory_limit() -> None:
     with pytest.raises(Pending) as pending, preprocessor.admit(images):
         pass
     called, unwanted = threading.Event(), threading.Event()
-    pending.value.then(lambda: True, called.set)
-    pending.value.then(lambda: False, unwanted.set)
+    pending.value.then(NO_OWNER, lambda: True, called.set)
+    pending.value.then(NO_OWNER, lambda: False, unwanted.set)
     assert not called.is_set()
     assert preprocessor.recompute("<image>", images).result().ids == first.ids
     preprocessor.close()
@@ -219,7 +220,7 @@ def test_images_of_one_request_are_decoded_at_a_time() -> None:
         with pytest.raises(Pending) as pending, preprocessor.admit(images):
             pass
         called = threading.Event()
-        pending.value.then(lambda: True, called.set)
+        pending.value.then(NO_OWNER, lambda: True, called.set)
         assert not called.is_set()
     assert called.is_set()
     broken = [MediaInput(b"", "auto", "here")]
@@ -227,6 +228,35 @@ def test_images_of_one_request_are_decoded_at_a_time() -> None:
         preprocessor.process("<image>", broken)
     with preprocessor.admit(images):
         preprocessor.process("<image>", images)
+
+
+def test_clients_take_turns_at_decoding() -> None:
+    limiter = media_preprocessor().memory_limiter
+    owners = {name: WorkOwner(name[0]) for name in ("a1", "a2", "a3", "b1")}
+    order: list[str] = []
+
+    def start(name: str) -> None:
+        if limiter.start_decoding(True):
+            order.append(name)
+        else:
+            limiter.call_when_free(True, owners[name], lambda: True, lambda: start(name))
+
+    for name in owners:
+        start(name)
+    for _ in owners:
+        limiter.end_decoding(True)
+    assert order == ["a1", "a2", "b1", "a3"]
+
+
+def test_images_do_not_wait_for_a_video() -> None:
+    preprocessor = media_preprocessor()
+    images = [MediaInput(file(plain()), "auto", "here")]
+    assert preprocessor.memory_limiter.start_decoding(has_video=True)
+    with preprocessor.admit(images):
+        preprocessor.process("<image>", images)
+    video = MediaInput(b"", "auto", "here", kind="video")
+    with pytest.raises(Pending), preprocessor.admit([*images, video]):
+        pass
 
 
 def import_error(cause: Exception) -> ImportError:

@@ -143,9 +143,9 @@ def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, mode
 
     monkeypatch.setattr(Processor, "process_media", process_media)
     assert generator.input_processor.media_preprocessor
-    assert generator.input_processor.media_preprocessor.memory_limiter.start_decoding()
+    assert generator.input_processor.media_preprocessor.memory_limiter.start_decoding(False)
     once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
-    generator.input_processor.media_preprocessor.memory_limiter.end_decoding()
+    generator.input_processor.media_preprocessor.memory_limiter.end_decoding(False)
     assert (encoder.tiles_encoded, processed) == (tiles_encoded, [])
     beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
     assert len(processed) == 1

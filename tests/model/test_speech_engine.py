@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from batching.errors import ItemFailed
+from batching.fair_share import NO_OWNER
 from batching.request_queue import WorkItem
 from tests.transcribing import (
     new_speech_engine,
@@ -244,7 +245,7 @@ def test_recording_that_opens_slowly_occupies_no_pool_thread(
     item: SpeechItem[Any] = WorkItem(payloads(tmp_path, 1.0)[0], float("inf"), 0.0)
     with pytest.raises(Pending) as pending:
         engine.prepare(item)
-    pending.value.then(lambda: True, ready.set)
+    pending.value.then(NO_OWNER, lambda: True, ready.set)
     assert not ready.is_set()
     gate.set()
     assert ready.wait(60)

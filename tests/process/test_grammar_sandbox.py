@@ -21,7 +21,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from batching.errors import InvalidInput, ItemFailed, QueueFull, WorkerDown
-from batching.fair_share import WorkOwner
+from batching.fair_share import NO_OWNER, WorkOwner
 from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.fake_generator import FakeGenerator
@@ -173,7 +173,7 @@ def test_cancelled_grammars_are_not_compiled(
         with pytest.raises(Pending) as pending:
             grammars.compile_constraint(regex(char))
         again = done.set if char == "d" else lambda: None
-        pending.value.then(lambda wanted=wanted: wanted, again)  # type: ignore[misc]
+        pending.value.then(NO_OWNER, lambda wanted=wanted: wanted, again)  # type: ignore[misc]
     gate.set()
     assert done.wait(30)
     assert checked == ["start: /b/", "start: /d/"]
@@ -286,7 +286,7 @@ class Waiting(FakeGenerator):
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         if "wait" in str(item.payload.prompt) and not self.ready:
-            raise Pending(lambda wanted, again: self.again.append(again))
+            raise Pending(lambda owner, wanted, again: self.again.append(again))
         super().prepare(item)
 
 
@@ -515,7 +515,7 @@ def test_clients_have_grammars_compiled_in_turn(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(Pending) as pending:
                 grammars.compile_constraint(regex(text))
             done.append(threading.Event())
-            pending.value.then(lambda: True, done[-1].set)
+            pending.value.then(NO_OWNER, lambda: True, done[-1].set)
     compiling_for.set("one")
     with pytest.raises(QueueFull):
         grammars.compile_constraint(regex("e"))

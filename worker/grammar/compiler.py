@@ -200,7 +200,7 @@ class GrammarCompiler:
         except RuntimeError as error:
             del self._tasks[new.digest]
             raise WorkerDown(UNAVAILABLE, 5) from error
-        return Pending(lambda is_wanted, notify: self._wait(task, is_wanted, notify))
+        return Pending(lambda _, is_wanted, notify: self._wait(task, is_wanted, notify))
 
     def _start_thread(self) -> None:
         if not self._has_thread and not self._closed:

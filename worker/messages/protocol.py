@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol
 
 from typing_extensions import TypeVar
 
+from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from batching.step_times import StepTimes
 from worker.media.decode_limiter import RequestLimiter
@@ -139,11 +140,11 @@ class Fallback:
 class Pending(Exception):
     """Raised by `prepare` while something that it needs is computed in another thread.
 
-    `then(is_wanted, notify)` registers `notify`, which is called from any thread when `prepare` is
-    worth another call, as long as `is_wanted()` is true.
+    `then(owner, is_wanted, notify)` registers `notify`, which is called from any thread when
+    `prepare` is worth another call, as long as `is_wanted()` is true. `owner`: of the item.
     """
 
-    def __init__(self, then: Callable[[IsWanted, Notify], object]) -> None:
+    def __init__(self, then: Callable[[WorkOwner, IsWanted, Notify], object]) -> None:
         super().__init__()
         self.then = then
 

@@ -3,9 +3,9 @@
     headers → sizes of all files → each file: cached, or decoded (decoders.py) and processed → the
     text with the features of all files (processor.py)
 
-Runs in pool threads. The files of one request are decoded at a time, so that requests of text have
-the other threads. The bytes of tensors that wait for the encoder are limited; beyond the limit,
-requests wait without holding a thread.
+Runs in pool threads. The files of one request with videos and of one without are decoded at a time.
+Requests of clients take turns. The bytes of tensors that wait for the encoder are limited; beyond
+the limit, requests wait without holding a thread.
 """
 
 import threading
@@ -14,8 +14,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 from batching.errors import ClientGone, DeadlineExceeded
+from batching.fair_share import WorkOwner, in_turn
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
@@ -47,7 +50,8 @@ class MediaPreprocessor:
         }
         if audio := processor.modalities.get("audio"):
             self.decoders["audio"] = AudioDecoder(audio)
-        self._decode_lock = threading.Lock()  # also held by `recompute`
+        # also held by `recompute`
+        self._decode_locks = {kind: threading.Lock() for kind in self.decoders}
         self.memory_limiter = MemoryLimiter(max_bytes)
         self.cache = EncoderCache()
         self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="media")
@@ -59,17 +63,18 @@ class MediaPreprocessor:
 
     @contextmanager
     def admit(self, media: Sequence[MediaInput], cache_namespace: bytes = b"") -> Iterator[None]:
-        """Call `process` inside. Raises Pending while another request decodes its files or the
+        """Call `process` inside. Raises Pending while another request decodes such files or the
         memory limit is reached, unless all of these files are cached."""
         if all(self.cache.get(file.cache_key(cache_namespace)) for file in media):
             yield
             return
-        if not self.memory_limiter.start_decoding():
-            raise Pending(self.memory_limiter.call_when_free)
+        has_video = any(file.kind == "video" for file in media)
+        if not self.memory_limiter.start_decoding(has_video):
+            raise Pending(partial(self.memory_limiter.call_when_free, has_video))
         try:
             yield
         finally:
-            self.memory_limiter.end_decoding()
+            self.memory_limiter.end_decoding(has_video)
 
     def process(
         self,
@@ -133,40 +138,46 @@ class MediaPreprocessor:
             self.decoders[kind].check_sizes(of_kind, self.processor.max_tokens, is_wanted)
 
     def _features(self, file: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
-        with self._decode_lock:
+        with self._decode_locks[file.kind]:
             decoded = self.decoders[file.kind].decode(file, is_wanted)
             return self.processor.process_media(
                 file.kind, decoded, digest, file.is_low_detail, file.param, dict(file.limits)
             )
 
 
+class Waiting(NamedTuple):
+    owner: WorkOwner
+    has_video: bool
+    is_wanted: IsWanted
+    notify: Notify
+
+
 class MemoryLimiter:
-    """Limits the bytes of tensors that wait for the encoder, and lets one request decode at a time.
-    Thread-safe."""
+    """Limits the bytes of tensors that wait for the encoder, and lets one request with videos and
+    one without decode at a time: a video may take many seconds. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self.is_decoding = False
-        self._waiting: list[Notify] = []
+        self._decoding: set[bool] = set()  # whether with videos
+        self._waiting: list[Waiting] = []
         # reentrant: reserving may collect garbage, whose finalizers release
         self._lock = threading.RLock()
 
-    @property
-    def is_full(self) -> bool:
-        return self.is_decoding or self.used_bytes >= self.max_bytes
+    def _is_full(self, has_video: bool) -> bool:
+        return has_video in self._decoding or self.used_bytes >= self.max_bytes
 
-    def start_decoding(self) -> bool:
+    def start_decoding(self, has_video: bool) -> bool:
         """Return False if the limiter is full."""
         with self._lock:
-            if self.is_full:
+            if self._is_full(has_video):
                 return False
-            self.is_decoding = True
+            self._decoding.add(has_video)
             return True
 
-    def end_decoding(self) -> None:
+    def end_decoding(self, has_video: bool) -> None:
         with self._lock:
-            self.is_decoding = False
+            self._decoding.remove(has_video)
         self._call_waiting()
 
     def reserve(self, output: ProcessorOutput) -> None:
@@ -176,10 +187,12 @@ class MemoryLimiter:
         with self._lock:
             self.used_bytes += size
 
-    def call_when_free(self, is_wanted: IsWanted, notify: Notify) -> None:
+    def call_when_free(
+        self, has_video: bool, owner: WorkOwner, is_wanted: IsWanted, notify: Notify
+    ) -> None:
         """Call `notify` once the limiter is not full, if `is_wanted()` then."""
         with self._lock:
-            self._waiting.append(lambda: notify() if is_wanted() else None)
+            self._waiting.append(Waiting(owner, has_video, is_wanted, notify))
         self._call_waiting()
 
     def _release(self, size: int) -> None:
@@ -188,9 +201,10 @@ class MemoryLimiter:
         self._call_waiting()
 
     def _call_waiting(self) -> None:
+        """Call those that may start, in turn: the first decodes, the others wait again."""
         with self._lock:
-            if self.is_full:
-                return
-            callbacks, self._waiting = self._waiting, []
-        for callback in callbacks:
-            callback()
+            free = [each for each in self._waiting if not self._is_full(each.has_video)]
+            self._waiting = [each for each in self._waiting if self._is_full(each.has_video)]
+        for each in in_turn(free):
+            if each.is_wanted():
+                each.notify()

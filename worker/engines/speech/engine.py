@@ -110,7 +110,7 @@ class SpeechEngine(Generic[W]):
     def prepare(self, item: SpeechItem[W]) -> None:
         """Raise Pending while the engine's own threads open the recording, and scan a long one."""
         if not hasattr(item, "prepared"):
-            raise Pending(lambda *then: self._openers.submit(self._open, item, *then))
+            raise Pending(lambda _, *then: self._openers.submit(self._open, item, *then))
         if item.prepared.error:
             raise item.prepared.error
 
