@@ -80,7 +80,7 @@ class UnreadableMedia(Exception):
     """The file is broken or of another format. With a message if a package is missing."""
 
 
-class TooManyProcesses(Exception):
+class TooManyProcesses(OSError):
     """MAX_PROCESSES files are being read."""
 
 

@@ -19,13 +19,7 @@ from batching.errors import ClientGone, DeadlineExceeded
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
-from worker.vision.decoders import (
-    AudioDecoder,
-    ImageDecoder,
-    MediaDecoder,
-    VideoDecoder,
-    check_seconds,
-)
+from worker.vision.decoders import AudioDecoder, ImageDecoder, VideoDecoder, check_seconds
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
@@ -41,12 +35,12 @@ class MediaPreprocessor:
         self, processor: Processor, max_pixels: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         self.processor = processor
-        self.decoders: dict[MediaKind, MediaDecoder] = {
-            "image": ImageDecoder(max_pixels),
+        self.decoders: dict[MediaKind, ImageDecoder | AudioDecoder | VideoDecoder] = {
+            "image": ImageDecoder(max_pixels, processor.max_tokens),
             "video": VideoDecoder(max_pixels),
         }
         if audio := processor.modalities.get("audio"):
-            self.decoders["audio"] = AudioDecoder(audio)
+            self.decoders["audio"] = AudioDecoder(audio, processor.max_tokens)
         self._decode_lock = threading.Lock()  # also held by `recompute`
         self.memory_limiter = MemoryLimiter(max_bytes)
         self.cache = EncoderCache()
@@ -130,7 +124,7 @@ class MediaPreprocessor:
         """Raise InvalidInput if the headers of the files alone exceed the limits of their kind."""
         for kind in dict.fromkeys(file.kind for file in files):
             of_kind = [file for file in files if file.kind == kind]
-            self.decoders[kind].check_sizes(of_kind, self.processor.max_tokens, is_wanted)
+            self.decoders[kind].check_sizes(of_kind, is_wanted)
 
     def _features(self, file: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
         with self._decode_lock:
