@@ -20,6 +20,7 @@ from batching.sequence import Batch, Span, TokenIds
 from worker.engines.embedding.pooling import PoolFunction
 from worker.engines.embedding.single_pass import SinglePassModel
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
+from worker.engines.pipeline.engine import run_alone
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import (
     ALONE,
@@ -115,11 +116,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
-        item: WorkItem[Payload, list[TokenRow]] = WorkItem(self.warm_up_input, float("inf"), 0.0)
-        self.prepare(item)
-        while (output := self.forward([item.prepared])[0]) is CUT:
-            pass
-        self.finish(item, output)
+        run_alone(self, self.warm_up_input)
 
 
 def states_of(model: RowModel, row: TokenRow) -> Tensor:
