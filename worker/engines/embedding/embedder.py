@@ -106,7 +106,6 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
 
     def _rows_of_ids(self, payload: EmbeddingInput) -> list[TokenRow]:
-        """Return the rows of inputs that are token ids already."""
         if payload.prompt is not None:
             raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
         tokenizer = self.documents.tokenizer if self.late else self.tokenizer
@@ -150,23 +149,19 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             raise InvalidInput.at(payload.param, reason)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
+        allowed = self.allowed_dimensions
         if dimensions is None or dimensions == self.dimensions:
             return
         if dimensions > self.dimensions:
-            raise InvalidInput.at(
-                "dimensions",
-                f"must be at most {self.dimensions}, the model's own, not {dimensions}",
-            )
-        if self.allowed_dimensions is None or dimensions in self.allowed_dimensions:
+            reason = f"at most {self.dimensions}, the model's own, not {dimensions}"
+        elif allowed is None or dimensions in allowed:
             return
-        if self.allowed_dimensions:
-            accepted = f"one of {', '.join(map(str, self.allowed_dimensions))}"
-            raise InvalidInput.at("dimensions", f"must be {accepted}, not {dimensions}")
-        raise InvalidInput.at(
-            "dimensions",
-            f"must be {self.dimensions}, not {dimensions}: "
-            "the model was not trained for others (Matryoshka)",
-        )
+        elif allowed:
+            reason = f"one of {', '.join(map(str, allowed))}, not {dimensions}"
+        else:
+            untrained = "the model was not trained for others (Matryoshka)"
+            reason = f"{self.dimensions}, not {dimensions}: {untrained}"
+        raise InvalidInput.at("dimensions", f"must be {reason}")
 
     def finish(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
         """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
