@@ -116,7 +116,6 @@ class MediaProcess:
             raise UnreadableMedia(reason)
 
     def close(self) -> None:
-        """End the process."""
         self._end()
 
 
@@ -300,7 +299,6 @@ def write_header(pipe: IO[bytes], **header: Any) -> None:
 
 
 def write_samples(pipe: IO[bytes], file: int, kind: str, cpu_s: int) -> None:
-    """Write the samples of a file's audio."""
     source = open_container(file, kind) if kind else open_sound_file(file)
     write_header(pipe, rate=source.rate, channels=source.channels, frames=source.frames)
     samples = 0

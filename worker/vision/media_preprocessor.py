@@ -78,7 +78,9 @@ class MediaPreprocessor:
         broken or too large, ClientGone once not `is_wanted()`."""
         tokens = self.processor.count_text_tokens(text)
         self.processor.check_fits(tokens, media[0].param)
-        self._check_sizes(media, is_wanted)
+        for kind in dict.fromkeys(file.kind for file in media):
+            of_kind = [file for file in media if file.kind == kind]
+            self.decoders[kind].check_sizes(of_kind, is_wanted)
         processed: list[MediaFeatures] = []
         seconds = 0.0  # a header may state less
         for file in media:
@@ -119,12 +121,6 @@ class MediaPreprocessor:
 
     def close(self) -> None:
         self._recompute_thread.shutdown(wait=False, cancel_futures=True)
-
-    def _check_sizes(self, files: Sequence[MediaInput], is_wanted: IsWanted) -> None:
-        """Raise InvalidInput if the headers of the files alone exceed the limits of their kind."""
-        for kind in dict.fromkeys(file.kind for file in files):
-            of_kind = [file for file in files if file.kind == kind]
-            self.decoders[kind].check_sizes(of_kind, is_wanted)
 
     def _features(self, file: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
         with self._decode_lock:

@@ -314,7 +314,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
         return [value for part in parts for value in part]
     shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     shape[axis] = sum(part.shape[axis] for part in parts)
-    if all(map(_has_no_memory, parts)):
+    if all(part.untyped_storage().nbytes() < part.nbytes for part in parts):  # without memory
         return parts[0].new_zeros(()).expand(shape)
     joined, start = parts[0].new_zeros(shape), 0
     for part in parts:
@@ -323,7 +323,3 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
         joined[tuple(region)] = part
         start += part.shape[axis]
     return joined
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < tensor.nbytes

@@ -119,7 +119,6 @@ class MultimodalItem(NamedTuple):
 
     @property
     def max_numel(self) -> int:
-        """The number of elements of the largest input."""
         return max(tensor.numel() for tensor in self.inputs.values())
 
 
