@@ -78,7 +78,6 @@ class RowCache(EncoderDecoderCache):
 
 
 def row_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of one row."""
     config: Any = model.config
     positions = config.max_target_positions + config.max_source_positions
     return int(2 * config.decoder_layers * positions * config.d_model * model.dtype.itemsize)
