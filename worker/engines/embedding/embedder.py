@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batching.errors import InvalidInput, ItemFailed
+from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pooling import PoolingHead
@@ -41,8 +41,7 @@ MAX_NUMBERS = 1 << 23
 
 
 class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
-    """`allowed_dimensions` are the sizes that vectors may be truncated to; None: any, empty:
-    none."""
+    """`allowed_dimensions`: sizes that vectors may be truncated to; None: any, empty: none."""
 
     warm_up_input = EmbeddingInput(["a"], None)
 
@@ -163,11 +162,9 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             reason = f"{self.dimensions}, not {dimensions}: {untrained}"
         raise InvalidInput.at("dimensions", f"must be {reason}")
 
-    def finish(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
-        """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
+    def result(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
+        """Return an item's vectors, encoded as its payload requests."""
         payload = item.payload
-        if not all(output.isfinite().all() for output in raw):
-            raise ItemFailed("the model returned NaN or infinity for this input")
         if payload.encoding in ("tokens", "sparse"):
             encode = to_numbers if payload.encoding == "tokens" else to_entries
             content = b",".join(encode(output.numpy()) for output in raw)

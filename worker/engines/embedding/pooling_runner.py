@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Span, TokenIds
 from worker.engines.embedding.pooling import PoolFunction
@@ -68,8 +69,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         return self
 
     def prepare(self, item: WorkItem[Payload, list[TokenRow]]) -> None:
-        """Tokenize an item's payload and set its `prepared`, `rows`, `tokens` and `width`. Raises
-        InvalidInput."""
+        """Tokenize a payload; set `prepared`, `rows`, `tokens` and `width`. Raises InvalidInput."""
         rows = self.tokenize(item.payload)
         for row in rows:
             row.ids = TokenIds(row.ids)
@@ -110,9 +110,15 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Run the layers after pooling on [rows, …]."""
         return pooled
 
-    @abstractmethod
     def finish(self, item: WorkItem[Payload], raw: list[Tensor]) -> Result:
-        """Return an item's result from the outputs of its rows."""
+        """Return an item's result from the outputs of its rows. Raises ItemFailed for NaN."""
+        if not all(output.isfinite().all() for output in raw):
+            raise ItemFailed("the model returned NaN or infinity for this input")
+        return self.result(item, raw)
+
+    @abstractmethod
+    def result(self, item: WorkItem[Payload], raw: list[Tensor]) -> Result:
+        """Do the same for finite outputs."""
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
