@@ -214,8 +214,7 @@ def count_problem(config: Any, tensors: int = 0) -> str:
 
 
 def _read_header(file: Path) -> tuple[int, str]:
-    """Return how many tensors a safetensors file has, and how it is damaged: its header gives its
-    size."""
+    """Return how many tensors a safetensors file has, and how it is damaged, by its header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))

@@ -68,8 +68,7 @@ def has_computed(outcome: StepOutcome) -> bool:
 
 
 class Listener(Protocol):
-    """Receives events. `on_step` runs on the worker's thread; the others are posted to the event
-    loop."""
+    """Receives events: `on_step` on the worker's thread, the others on the event loop."""
 
     def on_step(self, model: ServedModel, outcome: StepOutcome) -> None: ...
     def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None: ...
@@ -149,8 +148,7 @@ class Worker:
 
     @property
     def state(self) -> State:
-        """The state of the model that is furthest behind, until all that are loaded at the start
-        are ready."""
+        """The state of the model that is furthest behind, until those of the start are ready."""
         if self.dead:
             return "dead"
         if self.started:

@@ -144,8 +144,7 @@ class ConstraintBuilder:
     def _check_tools(
         self, request: GenerationInput, grammar_of: Callable[[Tool], str | None]
     ) -> None:
-        """Raise InvalidInput that names the tool whose grammar, if it has one, cannot be
-        compiled."""
+        """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
         for tool in request.called_tools:
             param = _param_of(request, tool["function"]["name"])
             try:

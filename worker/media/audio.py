@@ -133,8 +133,7 @@ def failure_to_open(error: UnreadableMedia | OSError, unreadable: str, param: st
 
 
 def check_length(source: AudioProcess, frames: int, max_s: float, param: str) -> float:
-    """Return the seconds of `frames` samples per channel. Raises InvalidInput if there are too
-    many."""
+    """Return the seconds of `frames` samples per channel. Raises InvalidInput for too many."""
     seconds, channels = frames / source.rate, source.channels
     if seconds > max_s or frames * channels > MAX_SAMPLES:
         long = f"the audio lasts {round(seconds, 1):g} seconds in {channels} channels"

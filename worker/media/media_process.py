@@ -89,8 +89,7 @@ class NotDecoded(Exception):
 
 
 class MediaProcess:
-    """The server's end of a process that reads a file. Close it after use. `header`: what it knows
-    of the file."""
+    """The server's end of a process that reads a file, to be closed. `header`: of the file."""
 
     def __init__(self, path: str, task: str, kind: str, **options: Any) -> None:
         """`task`: a function of the program, which gets the `options`. `kind`: FFmpeg's name for
@@ -162,8 +161,7 @@ class VideoProcess(MediaProcess):
         return False
 
     def read(self, width: int, height: int) -> np.ndarray:
-        """Return the next frame [height, width, 3] uint8. Raises UnreadableMedia for a broken
-        file."""
+        """Return the next frame [height, width, 3] uint8, or raise UnreadableMedia."""
         data = self._output.read(height * width * 3)
         if len(data) < height * width * 3:
             raise UnreadableMedia

@@ -170,8 +170,7 @@ class TextModel(Protocol):
 
 
 class OtherModels:
-    """The models that share the worker's thread with an engine's own: none, of an engine without a
-    worker. On that thread."""
+    """The models that share the worker's thread with an engine's own: none, without a worker."""
 
     total_s = 0.0  # that `run_steps` has taken in all
 

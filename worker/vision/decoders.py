@@ -114,8 +114,7 @@ def check_seconds(seconds: float, param: str) -> None:
 
 
 class VideoDecoder:
-    """`max_pixels`: of a frame. The chosen frames of a video are scaled down beyond as many
-    together."""
+    """`max_pixels`: of a frame. The chosen frames of a video are scaled to as many together."""
 
     def __init__(self, max_pixels: int) -> None:
         self.max_pixels = max_pixels

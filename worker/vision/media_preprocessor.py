@@ -131,8 +131,7 @@ class MediaPreprocessor:
 
 
 class MemoryLimiter:
-    """Limits the bytes of tensors that wait for the encoder, and lets one request decode at a time.
-    Thread-safe."""
+    """Limits the bytes that wait for the encoder; one request decodes at a time. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -52,8 +52,7 @@ class MultimodalPrompt(EncodedInputs):
         )  # fmt: skip
 
     def missing(self, cache: EncoderCache, limit: int) -> list[MultimodalItem]:
-        """Return the first `limit` tiles that are not encoded, each once; none while the prompt is
-        recomputed."""
+        """Return the first `limit` tiles that are not encoded; none while they are recomputed."""
         if not (numbers := self.find_unencoded(cache)):
             return []
         output = self.processor_output

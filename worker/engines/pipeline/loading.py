@@ -309,8 +309,7 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
 def check_rows(
     rows: SampleRows, forward_single: Callable[..., Any], forward_batch: Callable[..., Any]
 ) -> None:
-    """Raise CannotRun unless every float output of the batch equals that of the row alone, up to
-    rounding."""
+    """Raise CannotRun unless each float output of a batch is the row's own, up to rounding."""
 
     def run(
         forward: Callable[..., Any], batch: dict[str, Tensor], counts: Sequence[int]

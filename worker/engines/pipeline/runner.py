@@ -266,8 +266,7 @@ class PipelineRunner:
         return [item.take_outputs() for item in prepared]
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
-        """Yield slices of rows that run together: at most `max_rows`, and images and recordings
-        of equal shape only."""
+        """Yield slices of rows that run together: at most `max_rows`, and media of equal shape."""
         any_shape = self.task.kind == "text"
         max_rows = 1 if self.info.batching == "single" else self.max_rows
         start = 0

@@ -440,8 +440,7 @@ class TemplateProber:
         return ""
 
     def _reasoning_delimiters(self, source: str) -> Pair | None:
-        """Return the text around the reasoning; else what a prompt ends with, or what the source
-        contains."""
+        """Return the text around the reasoning; else by the end of a prompt, or by the source."""
         before, _, after = self._reasoning_text.partition(THOUGHT)
         between = after.partition(CONTENT)[0]
         if (start := self._message_start) and start in between and start in before:
