@@ -14,10 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 from transformers import GenerationConfig
-from transformers.generation.configuration_utils import (
-    BaseWatermarkingConfig,
-    WatermarkingConfig,
-)
+from transformers.generation.configuration_utils import BaseWatermarkingConfig, WatermarkingConfig
 from transformers.utils.hub import cached_file
 
 from batching.errors import InvalidInput

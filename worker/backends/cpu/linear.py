@@ -23,11 +23,7 @@ from worker.backends.cpu.experts import (
     unpack_experts,
 )
 from worker.backends.cpu.functional import MIN_ROWS, names_in_forward, replace_functions
-from worker.backends.cpu.fused_linear import (
-    FusedSlice,
-    find_shared_inputs,
-    fuse_linears,
-)
+from worker.backends.cpu.fused_linear import FusedSlice, find_shared_inputs, fuse_linears
 from worker.backends.cpu.head_linear import HeadLinear, PackedHeads
 from worker.backends.cpu.linear_layers import (
     INT4_BYTES,

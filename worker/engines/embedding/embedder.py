@@ -24,11 +24,7 @@ from batching.request_queue import WorkItem
 from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pooling import PoolingHead
 from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel, states_of
-from worker.engines.embedding.sentence_transformers import (
-    QUERY,
-    ROLES,
-    SentenceTransformersConfig,
-)
+from worker.engines.embedding.sentence_transformers import QUERY, ROLES, SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput

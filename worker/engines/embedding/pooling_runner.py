@@ -23,14 +23,7 @@ from worker.engines.embedding.single_pass import SinglePassModel
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.engines.pipeline.engine import run_alone
 from worker.messages.generation import TEXT_ONLY
-from worker.messages.protocol import (
-    ALONE,
-    CUT,
-    Cut,
-    ModelInfo,
-    OtherModels,
-    TextModel,
-)
+from worker.messages.protocol import ALONE, CUT, Cut, ModelInfo, OtherModels, TextModel
 from worker.messages.scoring import EmbeddingInput, ScoringInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
