@@ -194,7 +194,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def count_problem(config: Any, tensors: int = 0) -> str:
+def count_problem(config: Any, tensors: int) -> str:
     """Return which count of a configuration is too large: transformers makes lists and layers of
     such lengths before it reads weights. `tensors`: of the weights, 0: unknown."""
     sections = [config]

@@ -148,7 +148,7 @@ class ConstraintState:
     def _call_is_new(self, parser: OutputParser) -> bool:
         return self._phase != "call" or parser.calls_finished > self._calls_finished
 
-    def update_phase(self, text: str = "") -> None:
+    def update_phase(self, text: str) -> None:
         """Follow the parser, which has parsed the token's text."""
         if parser := self._parser:
             if parser.phase != self._phase or (

@@ -65,7 +65,7 @@ def decoding_errors(param: str) -> Iterator[None]:
 
 
 def open_image(
-    data: bytes, param: str, max_pixels: int, is_wanted: Callable[[], bool] = lambda: True
+    data: bytes, param: str, max_pixels: int, is_wanted: Callable[[], bool]
 ) -> Image.Image:
     """Return an image whose header has been read and checked. To be decoded in the same thread.
 

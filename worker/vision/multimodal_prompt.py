@@ -110,7 +110,8 @@ class MultimodalPrompt(EncodedInputs):
         if self.positions is None:
             self.compute_positions(encoder.hook)
         for features in self.processor_output.media if self.processor_output else ():
-            encoder.cache.put_features(features)
+            stored = features.without_encoder_inputs()
+            encoder.cache.features.put(stored.digest, stored, stored.nbytes)
         self.rows = [self.encoded[digest] for digest in self.digests]
         self.processor_output, self.encoded, self.ready = None, {}, True
 

@@ -26,8 +26,8 @@ class StepCancelled(Exception):
 class YieldPoints:
     """Hooks on a model, which do something only inside of `with yield_points.active(...)`."""
 
-    def __init__(self, model: PreTrainedModel, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._clock: Callable[[], float] = time.monotonic
         self._others: OtherModels | None = None  # None: not active
         self._is_wanted: Callable[[], bool] = lambda: True
         self._is_first = True  # no forward pass of the step has begun

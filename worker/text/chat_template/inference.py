@@ -764,8 +764,7 @@ def _tool_call_format(
         if indexed is None:
             return None
         (head, middle), first_index = indexed
-    if matched:  # some templates end the section after several calls only
-        after = last
+        after = last  # some templates end the section after several calls only
     section, call, separator = split_surroundings(
         before[:start], between, after[arguments.after :], syntax
     )
