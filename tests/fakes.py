@@ -72,21 +72,17 @@ class FakeRunner:
             raise RuntimeError("the worker is broken")
 
 
-class BusyModels:
+class BusyModels(OtherModels):
     """Other models that always have work; counts their steps."""
 
     busy = True
     max_turn_s = MAX_TURN_S
-    total_s = 0.0
 
     def __init__(self) -> None:
         self.steps = 0
 
     def run_steps(self) -> None:
         self.steps += 1
-
-    def wake(self) -> None:
-        pass
 
 
 def batched_model(

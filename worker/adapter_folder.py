@@ -16,14 +16,13 @@ def adapter_folder(root: str, path: str) -> Path:
     try:
         inside = Path(root).expanduser().resolve(strict=True)
         folder = (inside / Path(path).expanduser()).resolve()
-        files = [folder, *((folder / name).resolve() for name in (CONFIG, WEIGHTS))]
-        if not all(file.is_relative_to(inside) for file in files):
+        files = {name: (folder / name).resolve() for name in (CONFIG, WEIGHTS)}
+        if not all(path.is_relative_to(inside) for path in (folder, *files.values())):
             raise InvalidAdapter("it is not inside LORA_DIR")
         if not folder.is_dir():
             raise InvalidAdapter("there is no such folder in LORA_DIR")
-        for file in files[1:]:
+        for name, file in files.items():
             if not file.is_file():
-                name = (CONFIG, WEIGHTS)[files.index(file) - 1]
                 raise InvalidAdapter(f"there is no {name}; other formats are not read")
     except (OSError, ValueError, RuntimeError):
         raise InvalidAdapter("it is no path of a folder in LORA_DIR") from None

@@ -194,7 +194,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def count_problem(config: Any, tensors: int = 0) -> str:
+def count_problem(config: Any, tensors: int) -> str:
     """Return which count of a configuration is too large: transformers makes lists and layers of
     such lengths before it reads weights. `tensors`: of the weights, 0: unknown."""
     sections = [config]
@@ -214,8 +214,7 @@ def count_problem(config: Any, tensors: int = 0) -> str:
 
 
 def _read_header(file: Path) -> tuple[int, str]:
-    """Return how many tensors a safetensors file has, and how it is damaged: its header gives its
-    size."""
+    """Return how many tensors a safetensors file has, and how it is damaged, by its header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))

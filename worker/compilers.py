@@ -42,8 +42,7 @@ def end_compilers() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have, but those that
-    have ended."""
+    """Return the running processes that a process has started, and those that they have."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended

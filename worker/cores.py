@@ -86,7 +86,6 @@ def choose_cores(
 
 
 def one_per_physical_core(allowed: Iterable[int], siblings: Mapping[int, str]) -> list[int]:
-    """Return the first allowed core of each physical one."""
     first: dict[str, int] = {}
     for core in sorted(allowed):
         first.setdefault(siblings[core] or str(core), core)

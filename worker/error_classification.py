@@ -54,23 +54,16 @@ def run_in_halves(
     run: Callable[[Sequence[T]], None],
     failed: Callable[[Sequence[T], OnequeueError], None],
     wanted: Callable[[T], bool],
+    error: BaseException | None = None,
 ) -> None:
     """Call `run(items)`. If it raises, call `failed` with the failure and run each half again, down
-    to one item. Items that are no longer `wanted` are left out. A lost device is raised."""
-    try:
-        run(items)
-    except BaseException as error:
-        run_halves(error, items, run, failed, wanted)
-
-
-def run_halves(
-    error: BaseException,
-    items: Sequence[T],
-    run: Callable[[Sequence[T]], None],
-    failed: Callable[[Sequence[T], OnequeueError], None],
-    wanted: Callable[[T], bool],
-) -> None:
-    """Continue `run_in_halves` after `run(items)` has raised `error`."""
+    to one item. Items that are no longer `wanted` are left out. A lost device is raised. `error`:
+    what `run(items)` has raised already."""
+    if error is None:
+        try:
+            return run(items)
+        except BaseException as raised:
+            error = raised
     # The frames hold the items and the forward pass's memory, which the halves need.
     traceback.clear_frames(error.__traceback__)
     if isinstance(failure := failure_of(error), DeviceLost):

@@ -137,8 +137,7 @@ class ServedModel:
         return sum(memory.nbytes for memory in self.memory) + adapters
 
     def load(self, run: Callable[[Callable[[], Any]], Any], limit: int | None = None) -> None:
-        """Load the engine. `run` runs a function on the worker's thread; `limit`: bytes that the
-        model may take."""
+        """Load the engine. `run` calls a function on the worker's thread; `limit`: most bytes."""
         self.state, self.progress = "loading", LoadProgress()
 
         def report(progress: LoadProgress) -> None:
@@ -185,8 +184,7 @@ class ServedModel:
             return context is not None
 
     def _load_adapters(self, engine: Engine) -> None:
-        """Load the adapters. One that fails ends the server's start; later it fails its requests
-        alone."""
+        """Load the adapters. One that fails ends the server's start; later, only its requests."""
         for adapter in [*self.adapters]:
             try:
                 self.load_adapter(adapter, engine)

@@ -151,8 +151,7 @@ def is_path(model: str) -> bool:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Return the config.json of a folder or a hub id, downloaded if it is not cached. Raises
-    TaskError."""
+    """Return the config.json of a folder or a hub id, perhaps downloaded. Raises TaskError."""
     try:
         path = Path(model).expanduser() / CONFIG if is_path(model) else download(model, CONFIG)
         config = json.loads(path.read_text())

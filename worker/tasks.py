@@ -114,8 +114,6 @@ SPEAK = {"voice": TEXT, "speed": number(0.25, 4), "seed": integer(-(1 << 63), (1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """How a task is served."""
-
     kind: Kind
     parameters: Mapping[str, Check] = field(default_factory=dict)
     json_keys: tuple[str, ...] = ()  # keys a JSON input must have

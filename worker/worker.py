@@ -44,7 +44,7 @@ from worker.error_classification import failure_of
 from worker.load_context import LoadContext, loading
 from worker.loader import Job, Loader
 from worker.messages.adapters import Adapter
-from worker.messages.protocol import State, StepOutcome
+from worker.messages.protocol import OtherModels, State, StepOutcome
 from worker.registry import ServedModel
 
 log = logging.getLogger("onequeue.worker")
@@ -67,13 +67,8 @@ def has_computed(outcome: StepOutcome) -> bool:
     return bool(outcome.deltas or outcome.outputs or outcome.unfinished)
 
 
-class FailedStart(Exception):
-    """A model that is loaded at the start cannot be served; the cause is the reason."""
-
-
 class Listener(Protocol):
-    """Receives events. `on_step` runs on the worker's thread; the others are posted to the event
-    loop."""
+    """Receives events: `on_step` on the worker's thread, the others on the event loop."""
 
     def on_step(self, model: ServedModel, outcome: StepOutcome) -> None: ...
     def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None: ...
@@ -84,11 +79,11 @@ class Listener(Protocol):
 
 
 @dataclass(eq=False)
-class OtherServedModels:
-    """Implements OtherModels of worker.messages.protocol for one model."""
+class OtherServedModels(OtherModels):
+    """The other models of a worker than the one with this name."""
 
     worker: "Worker"
-    name: str  # of that model
+    name: str
     total_s: float = 0.0
 
     @property
@@ -141,6 +136,7 @@ class Worker:
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
         self.started = False  # the models that are loaded at the start are ready
+        self._start_error: BaseException | None = None  # why one of them cannot be served
         self.inbox: queue.SimpleQueue[list[WorkItem] | Job | None] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()  # received
         self._accepts_jobs = threading.Lock()  # held while the thread ends
@@ -152,8 +148,7 @@ class Worker:
 
     @property
     def state(self) -> State:
-        """The state of the model that is furthest behind, until all that are loaded at the start
-        are ready."""
+        """The state of the model that is furthest behind, until those of the start are ready."""
         if self.dead:
             return "dead"
         if self.started:
@@ -200,7 +195,6 @@ class Worker:
     def load_adapter(
         self, model: ServedModel, adapter: Adapter, context: LoadContext
     ) -> "Future[None]":
-        """Load an adapter of a language model."""
         return self.loader.submit(partial(self._load_adapter, model, adapter, context))
 
     def unload(self, model: ServedModel) -> "Future[None]":
@@ -239,7 +233,8 @@ class Worker:
         except WorkerDown:
             return  # stopped
         except BaseException as error:
-            self.inbox.put(Job(partial(self._end_failed_start, error)))
+            self._start_error = error
+            self.inbox.put([])
             return
         self.started = True
         self._post(self._listener.on_state, "ready", None)
@@ -316,10 +311,9 @@ class Worker:
             if model.is_loaded and model.engine.info.cache_blocks:
                 cast(Any, model.engine).scheduler.pool.drop_cached()
 
-    def _end_failed_start(self, error: BaseException) -> None:
-        raise FailedStart from error
-
     def _run_job(self) -> None:
+        if self._start_error:
+            raise self._start_error
         if not self._jobs:
             return
         job = self._jobs.popleft()
@@ -328,8 +322,6 @@ class Worker:
         job.run()
         self._end_step()
         error = job.result.exception()
-        if isinstance(error, FailedStart):
-            raise error.__cause__ or error
         if error and isinstance(failure_of(error), DeviceLost):
             raise error
 

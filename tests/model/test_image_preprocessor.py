@@ -57,7 +57,7 @@ def media_preprocessor(megapixels: int = 1, **options: Any) -> MediaPreprocessor
 
 
 def decoded(data: bytes, detail: str = "auto") -> Image.Image:
-    return ImageDecoder(MEGAPIXEL).decode(MediaInput(data, detail, "here"), lambda: True)
+    return ImageDecoder(MEGAPIXEL, 1000).decode(MediaInput(data, detail, "here"), lambda: True)
 
 
 def rejection(*files: bytes) -> str:
@@ -316,7 +316,8 @@ def test_the_background_of_transparent_pixels_is_the_requests() -> None:
     data = file(plain(mode="RGBA", color=(0, 0, 0, 0)))
     images = [MediaInput(data, "auto", "here"), MediaInput(data, "auto", "here", background=RED)]
     pixels = [
-        ImageDecoder(MEGAPIXEL).decode(image, lambda: True).getpixel((0, 0)) for image in images
+        ImageDecoder(MEGAPIXEL, 1000).decode(image, lambda: True).getpixel((0, 0))
+        for image in images
     ]
     assert pixels == [WHITE, RED]
     assert images[0].digest != images[1].digest

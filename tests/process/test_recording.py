@@ -183,7 +183,7 @@ def test_processes_are_limited_and_a_short_recording_keeps_none(
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload = TranscriptionInput(str(tmp_path / "a.webm"))
     waiting = [prepared(new_speech_engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
-    with Recording(payload.path, RATE), pytest.raises(QueueFull, match="recordings read at a time"):
+    with Recording(payload.path, RATE), pytest.raises(QueueFull, match="files decoded at a time"):
         Recording(payload.path, RATE)
     with pytest.raises(InvalidInput):
         Recording(path_of(b"\x1a\x45\xdf\xa3 and no more"), RATE)

@@ -247,7 +247,7 @@ def test_a_model_with_a_number_of_frames_takes_shorter_clips_and_a_rate(
     assert preprocessor
     modality: Any = preprocessor.processor.modalities["video"]
     monkeypatch.setattr(modality.part, "num_frames", 32)
-    video = modality.sample()  # of 16 frames in 4 seconds
+    video = modality.samples()[0]  # of 16 frames in 4 seconds
     for requested, count in (({}, 16), ({"fps": 1.0}, 4), ({"num_frames": 3}, 3)):
         assert len(modality._choose(video, {}, requested).frames_indices) == count
 
@@ -295,10 +295,10 @@ def test_too_many_frames_are_refused() -> None:
 def test_large_frames_are_scaled_down(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoders.VideoDecoder(64 * 48)
     file = MediaInput(ONE, "auto", "video", kind="video")
-    decoder.check_sizes([file], 100, lambda: True)
+    decoder.check_sizes([file], lambda: True)
     video = decoder.decode(file, lambda: True)
     assert video.read([3]).shape == (1, 48, 64, 3)
     assert video.read(range(4)).shape == (4, 24, 32, 3)
     monkeypatch.setattr(decoders, "MAX_VIDEO_S", 3.0)
     with pytest.raises(InvalidInput, match="the videos last 4 seconds so far"):
-        decoder.check_sizes([file, file], 100, lambda: True)
+        decoder.check_sizes([file, file], lambda: True)

@@ -88,8 +88,7 @@ class CachedRunner:
 
     `max_model_len`: tokens of the longest sequence. `batches_rows` (sequences may share a forward),
     `uses_cache` and `selects_keys` (attention sees the keys with the highest scores): results of
-    the check. `sequence_bytes`, `token_bytes`: size of the cache of a sequence without tokens, and
-    of each token.
+    the check. `sequence_bytes`, `token_bytes`: size of the cache of an empty sequence and a token.
     """
 
     compile_state: Literal["running", "done", "off"] = "off"
@@ -135,8 +134,7 @@ class CachedRunner:
     def _groups_to_run(
         self, sequences: list[Sequence]
     ) -> list[tuple[CacheGroup | None, list[Sequence]]]:
-        """Return the groups that continue, with their remaining sequences, and new groups (None) of
-        sequences without a cache."""
+        """Return the groups that continue, and new ones (None), each with sequences to run."""
         groups: dict[Hashable, list[Sequence]] = {}
         for sequence in sequences:
             slot = cache_slot(sequence)
@@ -240,8 +238,7 @@ class CachedRunner:
 
     @torch.inference_mode()
     def _cache_bytes(self) -> tuple[int, int]:
-        """Return the size of the cache of a sequence without tokens, and of each token, measured
-        with MEASURED_TOKENS."""
+        """Return the size of the cache of an empty sequence, and of each token, as measured."""
         sizes = []
         for count in MEASURED_TOKENS:
             _, state = self.run_texts([[1] * min(count, self.max_model_len)], None)

@@ -106,8 +106,7 @@ class LoraLayers:
             self.is_native = True
 
     def load(self, folder: Path) -> LoraWeights:
-        """Return the weights of an adapter, and have its layers add them from now on. Raises
-        InvalidAdapter."""
+        """Return an adapter's weights, which its layers add from now on. Raises InvalidAdapter."""
         language = self.language
         free = min(unreserved_bytes(language.device), remaining_bytes())
         weights = read_weights(folder, self.layers, language.dtype, language.device, free)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from batching.sequence import Batch
 from worker import compilers
+from worker.cgroups import lines_of
 from worker.cores import affinity
 from worker.error_classification import first_line
 from worker.load_context import advance, report
@@ -131,11 +132,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _cpu_features() -> str:
     """Return the instruction set extensions of this CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    lines = lines_of("/proc/cpuinfo")
+    named = (line for line in lines if line.lower().startswith(("flags", "features")))
+    return next(named, platform.processor())
 
 
 # ── its build ──

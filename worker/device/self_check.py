@@ -32,8 +32,7 @@ MIN_NARROWED = 16
 
 
 class CannotRun(Exception):
-    """A model fails in an execution mode or differs from its reference; the message is the
-    reason."""
+    """A model fails in an execution mode or differs from its reference, for the reason given."""
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

@@ -61,8 +61,7 @@ class ArgumentGrammar:
         return f"({' | '.join(dict.fromkeys(alternatives))})"
 
     def _entry(self, key: str, schema: Any) -> str:
-        """Return the rule of a key and its value, with the format's text around them; "" if no
-        value is possible."""
+        """Return the rule of a key, its value and the text around them; "" if none is possible."""
         if schema is False:
             return ""
         if not (self._is_python or self._is_quoted):

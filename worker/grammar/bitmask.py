@@ -64,8 +64,7 @@ class BitmaskComputer:
         self._threads.submit(self._work)
 
     def wait(self, masks: Iterable["PendingMask"]) -> None:
-        """Wait for masks, until MAX_WAIT_S after their start. Those of slow grammars are not waited
-        for."""
+        """Wait for masks, but for those of slow grammars, until MAX_WAIT_S after their start."""
         in_time = [mask.outcome for mask in masks if not mask.is_slow]
         wait(in_time, max(0.0, self._started_at + MAX_WAIT_S - time.monotonic()))
 

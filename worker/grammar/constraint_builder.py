@@ -12,11 +12,7 @@ from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
 from worker.grammar.tool_calls import Tool, accepts, text_or_calls, tool_calls_grammar
-from worker.messages.generation import (
-    Chat,
-    GenerationInput,
-    ToolCallPolicy,
-)
+from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
 from worker.text.chat_template.inference import ARGUMENTS, TOOLS
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.output_format import OutputFormat
@@ -144,8 +140,7 @@ class ConstraintBuilder:
     def _check_tools(
         self, request: GenerationInput, grammar_of: Callable[[Tool], str | None]
     ) -> None:
-        """Raise InvalidInput that names the tool whose grammar, if it has one, cannot be
-        compiled."""
+        """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
         for tool in request.called_tools:
             param = _param_of(request, tool["function"]["name"])
             try:

@@ -135,8 +135,7 @@ class ConstraintState:
         self._reasoning_start = ()
 
     def begins_wrong_call(self) -> bool:
-        """Return whether the token's text, parsed just now, begins a call that the grammar does not
-        allow, where it must."""
+        """Return whether the text parsed just now begins a call that a strict grammar refuses."""
         parser = self._parser
         if not (self._constraints.is_strict and parser and self._grammar is None):
             return False
@@ -149,7 +148,7 @@ class ConstraintState:
     def _call_is_new(self, parser: OutputParser) -> bool:
         return self._phase != "call" or parser.calls_finished > self._calls_finished
 
-    def update_phase(self, text: str = "") -> None:
+    def update_phase(self, text: str) -> None:
         """Follow the parser, which has parsed the token's text."""
         if parser := self._parser:
             if parser.phase != self._phase or (

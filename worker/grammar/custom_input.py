@@ -93,8 +93,7 @@ def plain_value(constraint: Constraint, close: str) -> str:
 
 
 def plain_pattern(constraint: Constraint, close: str) -> str:
-    """Return the terminal of an input that matches a regular expression, and of the text `close`
-    after it."""
+    """Return the terminal of an input by a regular expression, and of the text `close` after it."""
     text, end = regex_terminal(_pattern(constraint) + re.escape(close)), re.escape(close.strip())
     return f"{text} & ~{regex_terminal(f'((?s:.*){end}){{2}}(?s:.*)')}" if end else text
 

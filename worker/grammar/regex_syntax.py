@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import takewhile
 
 import regex
@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from worker.grammar.lark import regex_terminal, string_literal
 
+BYTE_TOKENIZER = LLTokenizer("byte")
 EMPTY = '""'
 MAX_CLASS_CHARS = 500  # of a class of characters
 MAX_DEPTH = 50  # of groups
@@ -49,7 +50,6 @@ class RegexPart:
 
     @property
     def source(self) -> str:
-        """The part as a regular expression."""
         return self.text + self.quantifier
 
     def members(self, chars: Sequence[str], flags: str) -> list[str]:
@@ -284,15 +284,10 @@ def _class_char(char: str) -> str:
 def class_members(character_class: str, ignores_case: bool, *chars: str) -> list[str]:
     """Return those of the characters that a class has."""
     grammar = f"start: {regex_terminal(character_class)}{'i' * ignores_case}"
-    matcher = LLMatcher(_byte_tokenizer(), grammar)
+    matcher = LLMatcher(BYTE_TOKENIZER, grammar)
     if matcher.get_error():
         raise ValueError(f"{character_class[:50]!r} is not supported in it")
     return [char for char in chars if matcher.deep_copy().try_consume_tokens([*char.encode()])]
-
-
-@cache
-def _byte_tokenizer() -> LLTokenizer:
-    return LLTokenizer("byte")
 
 
 def regex_char(char: str) -> str:

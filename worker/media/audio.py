@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from batching.errors import InvalidInput, QueueFull
+from batching.errors import InvalidInput, OnequeueError, QueueFull
 from worker.media.media_process import (
     MAX_PROCESSES,
     AudioProcess,
@@ -58,7 +58,10 @@ class Recording:
         self._source.close()
 
     def _restart(self) -> None:
-        self._source = self._open()
+        try:
+            self._source = AudioProcess(self.path)
+        except (UnreadableMedia, OSError) as error:
+            raise failure_to_open(error, UNREADABLE, self.param) from error
         self._start = 0  # of the buffer, in samples from the beginning
         self._buffer = NO_SAMPLES
         self._ended = False
@@ -110,17 +113,6 @@ class Recording:
                 self.param,
             )
 
-    def _open(self) -> AudioProcess:
-        try:
-            return AudioProcess(self.path)
-        except TooManyProcesses:
-            full = f"the limit of {MAX_PROCESSES} recordings read at a time is reached"
-            raise QueueFull(full) from None
-        except OSError as error:
-            raise QueueFull("no process can be started to read the recording") from error
-        except UnreadableMedia as error:
-            raise InvalidInput(str(error) or UNREADABLE, self.param) from None
-
     def _check_header(self) -> float:
         """Return the length in seconds by the header, after checking it."""
         source = self._source
@@ -130,9 +122,18 @@ class Recording:
         return check_length(source, source.frames, self.max_s, self.param)
 
 
+def failure_to_open(error: UnreadableMedia | OSError, unreadable: str, param: str) -> OnequeueError:
+    """Return the error of a request whose file a process does not read. `unreadable`: that of a
+    file, before the reason that the process may give."""
+    if isinstance(error, UnreadableMedia):
+        return InvalidInput(unreadable + (f": {error}" if str(error) else ""), param)
+    if isinstance(error, TooManyProcesses):
+        return QueueFull(f"the limit of {MAX_PROCESSES} files decoded at a time is reached")
+    return QueueFull("no process can be started to decode the file")
+
+
 def check_length(source: AudioProcess, frames: int, max_s: float, param: str) -> float:
-    """Return the seconds of `frames` samples per channel. Raises InvalidInput if there are too
-    many."""
+    """Return the seconds of `frames` samples per channel. Raises InvalidInput for too many."""
     seconds, channels = frames / source.rate, source.channels
     if seconds > max_s or frames * channels > MAX_SAMPLES:
         long = f"the audio lasts {round(seconds, 1):g} seconds in {channels} channels"

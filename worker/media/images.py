@@ -7,8 +7,8 @@ decoder returns more than its header states. The work of parsing and decoding is
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -51,15 +51,28 @@ MAX_BOXES = 100  # of an AVIF file, at the top level
 AVIF_METADATA = (b"meta", b"moov")
 
 
+@contextmanager
+def decoding_errors(param: str) -> Iterator[None]:
+    """Raise InvalidInput, which names `param`, for what is raised while an image is decoded."""
+    try:
+        yield
+    except TooComplex as error:
+        reason = f"the image is too complex: {error}; save it again"
+        raise InvalidInput(reason, param) from None
+    except DECODING_ERRORS:
+        names = ", ".join(FORMATS)
+        raise InvalidInput(f"this is not an image that can be read ({names})", param) from None
+
+
 def open_image(
-    data: bytes, param: str, max_pixels: int, is_wanted: Callable[[], bool] = lambda: True
+    data: bytes, param: str, max_pixels: int, is_wanted: Callable[[], bool]
 ) -> Image.Image:
     """Return an image whose header has been read and checked. To be decoded in the same thread.
 
     Raises InvalidInput, which names `param`, for a file that cannot be read, is too complex or has
     more than `max_pixels`, and ClientGone once not `is_wanted()`, also while it is decoded."""
     scans, strips = 0, 1
-    try:
+    with decoding_errors(param):
         if data.startswith(b"\xff\xd8\xff"):
             data, scans = reduce_jpeg(data)
         elif data[4:8] == b"ftyp":
@@ -70,10 +83,6 @@ def open_image(
         if "jpeg" in str(image.info.get("compression")):
             scans = data.count(b"\xff\xda")
             strips = max(len(tags.get(tag, ())) for tag in TIFF_OFFSETS)
-    except TooComplex as error:
-        raise _too_complex(error, param) from None
-    except DECODING_ERRORS:
-        raise _unreadable(param) from None
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
     width, height = image.size
@@ -124,12 +133,8 @@ def decode_image(image: Image.Image, param: str) -> None:
     image.fp.allow_cpu(CPU_S + image.width * image.height / MIN_SPEED)
     if image.format == "JPEG":
         image.decodermaxblock = JPEG_BLOCK
-    try:
+    with decoding_errors(param):
         image.load()
-    except TooComplex as error:
-        raise _too_complex(error, param) from None
-    except DECODING_ERRORS:
-        raise _unreadable(param) from None
     keep_orientation(image)
 
 
@@ -152,12 +157,3 @@ def upright_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.I
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image.convert("RGB")
-
-
-def _too_complex(reason: TooComplex, param: str) -> InvalidInput:
-    return InvalidInput(f"the image is too complex: {reason}; save it again", param)
-
-
-def _unreadable(param: str) -> InvalidInput:
-    names = ", ".join(FORMATS)
-    return InvalidInput(f"this is not an image that can be read ({names})", param)

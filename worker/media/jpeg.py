@@ -23,13 +23,9 @@ DECODED = (*range(0xC0, 0xD0), *range(0xDA, 0xE0), 0xE0, 0xEE)
 XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
 
 
-class BrokenJpeg(ValueError):
-    pass
-
-
 def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
     """Return the reduced file, up to the end of its first image, and the number of scans. Raises
-    BrokenJpeg and TooComplex."""
+    ValueError for a broken file, and TooComplex."""
     kept: list[bytes] = []
     exif_parts: list[bytes] = []
     scans, at, xmp_orientation = 0, 2, 0
@@ -44,11 +40,11 @@ def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
             kept.append(marker[0])
             break
         if kind == START:
-            raise BrokenJpeg
+            raise ValueError("a second image starts")
         size = int.from_bytes(data[start : start + 2], "big")
         at = start + size
         if size < 2 or at > len(data) or (kind in TABLES and size > MAX_TABLE_BYTES):
-            raise BrokenJpeg
+            raise ValueError("a segment has no valid size")
         if kind in DECODED:
             kept.append(data[marker.start() : at])
             scans += kind == SCAN

@@ -80,7 +80,7 @@ class UnreadableMedia(Exception):
     """The file is broken or of another format. With a message if a package is missing."""
 
 
-class TooManyProcesses(Exception):
+class TooManyProcesses(OSError):
     """MAX_PROCESSES files are being read."""
 
 
@@ -89,8 +89,7 @@ class NotDecoded(Exception):
 
 
 class MediaProcess:
-    """The server's end of a process that reads a file. Close it after use. `header`: what it knows
-    of the file."""
+    """The server's end of a process that reads a file, to be closed. `header`: of the file."""
 
     def __init__(self, path: str, task: str, kind: str, **options: Any) -> None:
         """`task`: a function of the program, which gets the `options`. `kind`: FFmpeg's name for
@@ -116,7 +115,6 @@ class MediaProcess:
             raise UnreadableMedia(reason)
 
     def close(self) -> None:
-        """End the process."""
         self._end()
 
 
@@ -163,8 +161,7 @@ class VideoProcess(MediaProcess):
         return False
 
     def read(self, width: int, height: int) -> np.ndarray:
-        """Return the next frame [height, width, 3] uint8. Raises UnreadableMedia for a broken
-        file."""
+        """Return the next frame [height, width, 3] uint8, or raise UnreadableMedia."""
         data = self._output.read(height * width * 3)
         if len(data) < height * width * 3:
             raise UnreadableMedia
@@ -300,7 +297,6 @@ def write_header(pipe: IO[bytes], **header: Any) -> None:
 
 
 def write_samples(pipe: IO[bytes], file: int, kind: str, cpu_s: int) -> None:
-    """Write the samples of a file's audio."""
     source = open_container(file, kind) if kind else open_sound_file(file)
     write_header(pipe, rate=source.rate, channels=source.channels, frames=source.frames)
     samples = 0

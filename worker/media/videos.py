@@ -12,15 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from batching.errors import ClientGone, InvalidInput, QueueFull
-from worker.media.media_process import (
-    MAX_CPU_S,
-    MAX_PROCESSES,
-    TooManyProcesses,
-    UnreadableMedia,
-    VideoProcess,
-    container_format,
-)
+from batching.errors import ClientGone, InvalidInput
+from worker.media.audio import failure_to_open
+from worker.media.media_process import MAX_CPU_S, UnreadableMedia, VideoProcess, container_format
 
 MAX_VIDEO_S = 2 * 3600.0
 NO_DECODER = "videos need the server's extra [video], which is not installed"
@@ -86,11 +80,5 @@ def _open(path: str, param: str, task: str, **options: Any) -> VideoProcess:
         raise InvalidInput(NO_DECODER, param)
     try:
         return VideoProcess(path, task, kind, **options)
-    except TooManyProcesses:
-        full = f"the limit of {MAX_PROCESSES} files decoded at a time is reached"
-        raise QueueFull(full) from None
-    except OSError as error:
-        raise QueueFull("no process can be started to read the video") from error
-    except UnreadableMedia as error:
-        reason = f": {error}" if str(error) else ""
-        raise InvalidInput(UNREADABLE + reason, param) from None
+    except (UnreadableMedia, OSError) as error:
+        raise failure_to_open(error, UNREADABLE, param) from error

@@ -79,7 +79,6 @@ class Chat:
 
     @property
     def num_tool_calls(self) -> int:
-        """The number of tool calls in the messages."""
         return sum(len(message.get("tool_calls") or ()) for message in self.messages)
 
 

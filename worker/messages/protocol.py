@@ -170,20 +170,20 @@ class TextModel(Protocol):
         """Return the text of one token. Raises InvalidInput if the id does not exist."""
 
 
-class OtherModels(Protocol):
-    """The models that share the worker's thread with an engine's own. On that thread."""
+class OtherModels:
+    """The models that share the worker's thread with an engine's own: none, without a worker."""
+
+    total_s = 0.0  # that `run_steps` has taken in all
 
     @property
     def busy(self) -> bool:
         """Whether one of them has work: a step should then be short."""
+        return False
 
     @property
     def max_turn_s(self) -> float:
         """The longest time that a batch should take."""
-
-    @property
-    def total_s(self) -> float:
-        """The time that `run_steps` has taken in all."""
+        return math.inf
 
     def run_steps(self) -> None:
         """Run a step of each that has one due. Called at the yield points of a long step."""
@@ -193,48 +193,27 @@ class OtherModels(Protocol):
         thread, for an engine that had none due."""
 
 
-class NoOtherModels:
-    """Implements OtherModels for an engine without a worker."""
-
-    busy = False
-    max_turn_s = math.inf
-    total_s = 0.0
-
-    def run_steps(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-
-ALONE = NoOtherModels()
+ALONE = OtherModels()
 
 
 class Runner(Protocol[Payload, Prepared, Raw]):
-    """A loaded model that computes a batch at a time: a pipeline, an embedder or a reranker."""
+    """A loaded model that computes a batch at a time: a pipeline, an embedder or a reranker. For
+    all but `forward` see Engine."""
 
     info: ModelInfo
-    others: OtherModels  # as the engine's
+    others: OtherModels
 
     @property
-    def text_model(self) -> TextModel | None:
-        """See Engine."""
-
-    def prepare(self, item: WorkItem[Payload, Prepared]) -> None:
-        """See Engine."""
-
+    def text_model(self) -> TextModel | None: ...
+    def prepare(self, item: WorkItem[Payload, Prepared]) -> None: ...
+    def finish(self, item: WorkItem[Payload, Prepared], raw: Raw) -> object: ...
+    def warm_up(self) -> None: ...
     def forward(self, prepared: list[Prepared]) -> Sequence[Raw | Cut]:
         """Run a batch on the worker's thread.
 
         Returns one raw output per prepared input, in order. CUT marks an input that needs more
         batches: it is passed again in a later one, unless its client has left.
         """
-
-    def finish(self, item: WorkItem[Payload, Prepared], raw: Raw) -> object:
-        """See Engine."""
-
-    def warm_up(self) -> None:
-        """See Engine."""
 
 
 class Engine(Protocol[Item, Raw]):

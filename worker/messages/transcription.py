@@ -14,8 +14,7 @@ from worker.messages.deltas import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionInput:
-    """A recording and the options of a request. Errors name the fields `file`, `language` or
-    `prompt`."""
+    """A recording and the options of a request. Errors name `file`, `language` or `prompt`."""
 
     path: str  # the file must exist until the item is resolved
     task: Literal["transcribe", "translate"] = "transcribe"

@@ -71,8 +71,7 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
     """Return a copy of the model whose body, or multimodal decoder, runs compiled.
 
     Weights are shared. `check` runs the copy, which compiles it, and raises if it must not be used.
-    Raise what the compiler or `check` raises. The output head stays eager, as its number of rows
-    changes with every step.
+    Raise what the compiler or `check` raises. The output head stays eager: its rows change.
     """
     from torch._inductor import config as inductor  # seconds to import
 

@@ -14,10 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 from transformers import GenerationConfig
-from transformers.generation.configuration_utils import (
-    BaseWatermarkingConfig,
-    WatermarkingConfig,
-)
+from transformers.generation.configuration_utils import BaseWatermarkingConfig, WatermarkingConfig
 from transformers.utils.hub import cached_file
 
 from batching.errors import InvalidInput
@@ -190,8 +187,7 @@ def malformed_fields(
 def with_request_fields(
     config: GenerationConfig, fields: Mapping[str, Any], vocab_size: int
 ) -> GenerationConfig:
-    """Return a checkpoint's configuration with the fields of a request in place of its own. Raises
-    InvalidInput."""
+    """Return a checkpoint's configuration with the fields of a request. Raises InvalidInput."""
     fields = {name: value for name, value in fields.items() if value is not None}
     for name, neutral in (NOT_SERVED | NOT_IN_REQUESTS).items():
         if name in fields and fields[name] not in neutral:

@@ -305,8 +305,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
 
 
 def use_batch_invariant_operations(model: PreTrainedModel) -> None:
-    """Make a row's result on a GPU independent of the other rows of the batch; raise LoadingFailed
-    without Triton."""
+    """Make a row's result on a GPU independent of others; raise LoadingFailed without Triton."""
     try:  # triton comes with torch's builds for GPUs only
         from worker.backends.cuda.batch_invariant import replace_operations
     except ImportError as error:

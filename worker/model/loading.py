@@ -134,11 +134,10 @@ def load_checkpoint(
     config = AutoConfig.from_pretrained(folder, **files)
     auto = auto_class(config)
     tokenizer = load_tokenizer(folder, **files)
+    dtype = choose_dtype(options.dtype, path, device, subfolder)
     if gguf:
-        dtype: torch.dtype | str = gguf_dtype(options.dtype, path, device)
         quantized = {"config": config, **gguf_arguments(quantization, device)}
     else:
-        dtype = choose_dtype(options.dtype, path, device, subfolder)
         quantized = quantization_arguments(config, quantization, dtype, device)
         if device.type == "cuda" and not quantized and is_accelerate_available():
             # each tensor is copied while others are read; else all are, from a copy in memory
@@ -287,25 +286,17 @@ def log_own_attention(attention: str, place: str) -> None:
 def choose_dtype(
     name: str, model: str, device: torch.device, subfolder: str = ""
 ) -> torch.dtype | str:
-    """Return the dtype to load with: the named one, or for `auto` the checkpoint's.
-
-    A float16 checkpoint becomes bfloat16 on a CPU.
-    """
+    """Return the dtype to load with: the named one, or for `auto` the checkpoint's, bfloat16 for a
+    GGUF file that is quantized. A float16 checkpoint becomes bfloat16 on a CPU."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
-    files: Any = {"subfolder": subfolder, "trust_remote_code": False}
-    stored = getattr(AutoConfig.from_pretrained(model, **files), "dtype", None)
-    return torch.bfloat16 if stored == torch.float16 and device.type == "cpu" else "auto"
-
-
-def gguf_dtype(name: str, file: str, device: torch.device) -> torch.dtype:
-    """Return the dtype to load a GGUF file with: the named one, or for `auto` the file's, and
-    bfloat16 where it is quantized."""
-    if name != "auto":
-        return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
-    stored = gguf_header(file).dtype or torch.bfloat16
-    on_cpu = device.type == "cpu" and stored == torch.float16
-    return torch.bfloat16 if on_cpu else stored
+    own: torch.dtype | str = "auto"
+    if split_file(model)[1]:
+        stored = own = gguf_header(model).dtype or torch.bfloat16
+    else:
+        files: Any = {"subfolder": subfolder, "trust_remote_code": False}
+        stored = getattr(AutoConfig.from_pretrained(model, **files), "dtype", None)
+    return torch.bfloat16 if stored == torch.float16 and device.type == "cpu" else own
 
 
 def gguf_header(file: str) -> Any:
@@ -392,10 +383,10 @@ def _hub_bytes(model: str) -> int:
 
 
 def _gguf_bytes(file: str, dtype: str, device: torch.device) -> Iterator[int]:
-    itemsize = gguf_dtype(dtype, file, device).itemsize
+    loaded: Any = choose_dtype(dtype, file, device)
     for tensor in gguf_header(file).tensors:
         is_dequantized = device.type == "cpu"
-        yield math.prod(tensor.shape) * itemsize if is_dequantized else tensor.nbytes
+        yield math.prod(tensor.shape) * loaded.itemsize if is_dequantized else tensor.nbytes
 
 
 def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
@@ -450,7 +441,9 @@ def install_progress_log() -> None:
     """Replace transformers' progress bars by log lines, and drop its table of missing weights."""
     no_bar: Any = transformers_log.EmptyTqdm  # not annotated
     transformers_log.set_tqdm_hook(lambda _, args, bar: no_bar(log_progress(*args, **bar)))
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
+    logging.getLogger("transformers.modeling_utils").addFilter(
+        lambda record: "LOAD REPORT" not in str(record.msg)
+    )
     if handlers := logging.getLogger("onequeue").handlers:
         transformers_log.disable_default_handler()
         for handler in handlers:
@@ -463,10 +456,6 @@ def _log_gguf_progress() -> None:
         from transformers import modeling_gguf_pytorch_utils as reader
 
         vars(reader)["tqdm"] = log_progress
-
-
-def _is_no_load_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in str(record.msg)
 
 
 def log_progress(items: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any]:

@@ -35,8 +35,7 @@ MODEL = SimpleNamespace(
 
 
 class SuppressTokens:
-    """Suppress tokens, always or after so many tokens. transformers' processors search the whole
-    vocabulary in each call."""
+    """Suppress tokens, always or after so many. transformers' processors search the vocabulary."""
 
     def __init__(self, tokens: Tensor, length: int | None = None) -> None:
         self.tokens, self.length = tokens, length

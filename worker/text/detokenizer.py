@@ -49,8 +49,7 @@ class TokenSpan(NamedTuple):
 
 @dataclass(slots=True)
 class TextSpan:
-    """A stretch of text and the tokens it is made of; no tokens unless log-probabilities are
-    requested."""
+    """A stretch of text, and its tokens if log-probabilities are requested."""
 
     text: str
     token_spans: list[TokenSpan] = field(default_factory=list)

@@ -6,8 +6,8 @@ the whole text.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 PIECE_CHARS = 1 << 16
@@ -44,11 +44,6 @@ class TokenLimit:
         return False
 
 
-@contextmanager
-def tokenizing(chars: int) -> Iterator[None]:
+def tokenizing(chars: int) -> AbstractContextManager[object]:
     """Wait while another long text is tokenized, if this one is long."""
-    if chars <= LONG_CHARS:
-        yield
-        return
-    with _long_text:
-        yield
+    return _long_text if chars > LONG_CHARS else nullcontext()

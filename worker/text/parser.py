@@ -117,8 +117,7 @@ class OutputParser:
 
     @property
     def trailing_space(self) -> str:
-        """White space at the end of the content, if no call may follow, before which it would be
-        dropped."""
+        """White space at the end of the content, unless a call may follow, which drops it."""
         pending = self._after_delimiter or self._buffer.text or self._allows_calls
         ends_content = self._inside == CONTENT and self._has_content and not pending
         return self._space.text if ends_content else ""
@@ -174,8 +173,7 @@ class OutputParser:
         return events
 
     def _is_plain(self, text: str) -> bool:
-        """Return whether this text is content or reasoning in which no delimiter can begin, as most
-        tokens are."""
+        """Return whether no delimiter can begin in this content or reasoning, as in most tokens."""
         return self._first_chars is not None and self._first_chars.isdisjoint(text)
 
     def finish(self) -> list[OutputEvent]:

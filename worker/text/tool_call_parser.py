@@ -633,8 +633,7 @@ def _unquote(string: str) -> str:
 
 
 def parameter_types(tool: Mapping[str, Any]) -> ParameterTypes:
-    """Return the JSON types that a tool's schema allows for each parameter. Schemas are untrusted:
-    call it in a pool thread."""
+    """Return the JSON types that an untrusted schema allows by parameter. For pool threads."""
     schema = tool["function"].get("parameters")
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):

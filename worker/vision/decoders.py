@@ -4,7 +4,6 @@ of a request first, then each file is decoded. Runs in pool threads."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -27,30 +26,17 @@ MAX_TOKEN_PIXELS = 1 << 10  # of an image, for each token: images with more do n
 MAX_RECORDINGS_S = 1200.0  # of all recordings of a request
 
 
-class MediaDecoder(Protocol):
-    def check_sizes(
-        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
-    ) -> None:
-        """Raise InvalidInput if the headers of the files alone exceed a limit. `max_tokens`: the
-        context length."""
-
-    def decode(self, file: MediaInput, is_wanted: IsWanted) -> Any:
-        """Return what the processor takes. Raises InvalidInput for a broken file, ClientGone once
-        not `is_wanted()`."""
-
-
 class ImageDecoder:
-    """`max_pixels`: of one image."""
+    """`max_pixels`: of one image. `max_tokens`: the context length, as in the other decoders."""
 
-    def __init__(self, max_pixels: int) -> None:
-        self.max_pixels = max_pixels
+    def __init__(self, max_pixels: int, max_tokens: int) -> None:
+        self.max_pixels, self.max_tokens = max_pixels, max_tokens
 
-    def check_sizes(
-        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
-    ) -> None:
+    def check_sizes(self, files: Sequence[MediaInput], is_wanted: IsWanted) -> None:
+        """Raise InvalidInput if the headers of the files alone exceed a limit."""
         pixels = 0
         max_pixels = REQUEST_PIXELS_RATIO * self.max_pixels
-        most = min(self.max_pixels, MAX_TOKEN_PIXELS * max_tokens, MAX_LIMIT)
+        most = min(self.max_pixels, MAX_TOKEN_PIXELS * self.max_tokens, MAX_LIMIT)
         for image in files:
             for name, limit in image.limits:
                 if limit > most:
@@ -65,7 +51,8 @@ class ImageDecoder:
                 )
 
     def decode(self, file: MediaInput, is_wanted: IsWanted) -> Image.Image:
-        """Return an upright RGB image, downscaled if it has low detail."""
+        """Return an upright RGB image, downscaled if it has low detail. Raises InvalidInput for a
+        broken file, ClientGone once not `is_wanted()`."""
         opened = self._open(file, is_wanted)
         if file.is_low_detail:
             opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
@@ -83,20 +70,18 @@ class ImageDecoder:
 class AudioDecoder:
     """Decodes recordings to mono samples at the rate of the model's feature extractor."""
 
-    def __init__(self, modality: Modality) -> None:
-        self.modality = modality
+    def __init__(self, modality: Modality, max_tokens: int) -> None:
+        self.modality, self.max_tokens = modality, max_tokens
 
-    def check_sizes(
-        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
-    ) -> None:
+    def check_sizes(self, files: Sequence[MediaInput], is_wanted: IsWanted) -> None:
         total = 0.0
         for file in files:
             with self._open(file) as recording:
                 total += recording.length()
             check_seconds(total, file.param)
-            if (tokens := int(total * self.modality.tokens_per_second)) >= max_tokens:
+            if (tokens := int(total * self.modality.tokens_per_second)) >= self.max_tokens:
                 reason = f"the recordings fill {tokens} tokens so far"
-                limit = f"this model's context holds {max_tokens}"
+                limit = f"this model's context holds {self.max_tokens}"
                 raise InvalidInput.at(file.param, f"{reason}; {limit}")
 
     def decode(self, file: MediaInput, is_wanted: IsWanted) -> np.ndarray:
@@ -129,15 +114,12 @@ def check_seconds(seconds: float, param: str) -> None:
 
 
 class VideoDecoder:
-    """`max_pixels`: of a frame. The chosen frames of a video are scaled down beyond as many
-    together."""
+    """`max_pixels`: of a frame. The chosen frames of a video are scaled to as many together."""
 
     def __init__(self, max_pixels: int) -> None:
         self.max_pixels = max_pixels
 
-    def check_sizes(
-        self, files: Sequence[MediaInput], max_tokens: int, is_wanted: IsWanted
-    ) -> None:
+    def check_sizes(self, files: Sequence[MediaInput], is_wanted: IsWanted) -> None:
         seconds = 0.0
         for file in files:
             seconds += self._probe(file).seconds

@@ -70,10 +70,6 @@ class EncoderCache:
         item = self.features.get(digest)
         return item if item and all(tile.digest in self.rows for tile in item.tiles) else None
 
-    def put_features(self, item: MediaFeatures) -> None:
-        stored = item.without_encoder_inputs()
-        self.features.put(item.digest, stored, stored.nbytes)
-
 
 class VisionEncoder:
     """The part of a runner's model before its decoder. `tiles_encoded`: since construction."""

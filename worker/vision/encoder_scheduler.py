@@ -56,8 +56,7 @@ class EncoderScheduler:
             wait(recomputing, RECOMPUTE_WAIT_S, FIRST_COMPLETED)
 
     def release_prefilled(self, scheduler: ContinuousScheduler) -> None:
-        """Drop the rows of prompts that no sequence has to prefill any more. Called after a
-        step."""
+        """Drop the rows of prompts that no sequence has to prefill. Called after a step."""
         needed = {
             sequence.multimodal
             for sequences in (scheduler.running, scheduler.waiting)

@@ -22,13 +22,7 @@ from batching.fair_share import WorkOwner, in_turn
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
-from worker.vision.decoders import (
-    AudioDecoder,
-    ImageDecoder,
-    MediaDecoder,
-    VideoDecoder,
-    check_seconds,
-)
+from worker.vision.decoders import AudioDecoder, ImageDecoder, VideoDecoder, check_seconds
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
@@ -44,12 +38,12 @@ class MediaPreprocessor:
         self, processor: Processor, max_pixels: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         self.processor = processor
-        self.decoders: dict[MediaKind, MediaDecoder] = {
-            "image": ImageDecoder(max_pixels),
+        self.decoders: dict[MediaKind, ImageDecoder | AudioDecoder | VideoDecoder] = {
+            "image": ImageDecoder(max_pixels, processor.max_tokens),
             "video": VideoDecoder(max_pixels),
         }
         if audio := processor.modalities.get("audio"):
-            self.decoders["audio"] = AudioDecoder(audio)
+            self.decoders["audio"] = AudioDecoder(audio, processor.max_tokens)
         # also held by `recompute`
         self._decode_locks = {kind: threading.Lock() for kind in self.decoders}
         self.memory_limiter = MemoryLimiter(max_bytes)
@@ -89,7 +83,9 @@ class MediaPreprocessor:
         broken or too large, ClientGone once not `is_wanted()`."""
         tokens = self.processor.count_text_tokens(text)
         self.processor.check_fits(tokens, media[0].param)
-        self._check_sizes(media, is_wanted)
+        for kind in dict.fromkeys(file.kind for file in media):
+            of_kind = [file for file in media if file.kind == kind]
+            self.decoders[kind].check_sizes(of_kind, is_wanted)
         processed: list[MediaFeatures] = []
         seconds = 0.0  # a header may state less
         for file in media:
@@ -130,12 +126,6 @@ class MediaPreprocessor:
 
     def close(self) -> None:
         self._recompute_thread.shutdown(wait=False, cancel_futures=True)
-
-    def _check_sizes(self, files: Sequence[MediaInput], is_wanted: IsWanted) -> None:
-        """Raise InvalidInput if the headers of the files alone exceed the limits of their kind."""
-        for kind in dict.fromkeys(file.kind for file in files):
-            of_kind = [file for file in files if file.kind == kind]
-            self.decoders[kind].check_sizes(of_kind, self.processor.max_tokens, is_wanted)
 
     def _features(self, file: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
         with self._decode_locks[file.kind]:

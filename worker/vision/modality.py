@@ -26,6 +26,8 @@ PIXEL_PREFIX = "pixel"
 # training.
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 WINDOW_S = 30  # of most feature extractors
+SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
+SAMPLE_SECONDS = 1.3, 0.6
 PLAIN_TEXT = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
 
 Tensors = dict[str, Tensor]
@@ -82,11 +84,12 @@ class Modality:
             self._call_options["return_tensors"] = "pt"
         if "sampling_rate" in accepted:
             self._call_options["sampling_rate"] = self.sampling_rate
-        one = self.record(processor, [self.sample()])
+        sample = self.samples()[0]
+        one = self.record(processor, [sample])
         ids = token_ids(one.outputs)
         self.token_id = next(id_ for id_ in candidates if id_ in ids)
         try:
-            two, self.max_items = self.record(processor, [self.sample()] * 2), None
+            two, self.max_items = self.record(processor, [sample] * 2), None
         except Exception:  # the processor takes one item of a text
             two, self.max_items = one, 1
         self.axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
@@ -101,20 +104,20 @@ class Modality:
             and (name in one.features or np.shape(value)[:2] != (1, tokens))
         )
 
-    def sample(self) -> Any:
-        """Return a valid item."""
-        if self.kind == "image":
-            return Image.new("RGB", (64, 64))
-        noise = np.random.default_rng(0).normal(0, 0.1, self.sampling_rate)
-        return noise.astype(np.float32)
+    def samples(self) -> list[Any]:
+        """Return two valid items of noise, of different sizes."""
+        if self.kind == "audio":
+            return [_noise(int(seconds * self.sampling_rate)) for seconds in SAMPLE_SECONDS]
+        pixels = np.random.default_rng(0).integers
+        shapes = ((height, width, 3) for width, height in SAMPLE_SIZES)
+        return [Image.fromarray(pixels(0, 256, shape, np.uint8)) for shape in shapes]
 
     def _measure_limits(self, processor: Any) -> None:
         """Find the length from which the processor truncates recordings, and how many tokens a
         second of sound has, where it is the same for all lengths."""
         self.max_seconds = getattr(processor, "max_audio_len", math.inf)
         window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
-        noise = np.random.default_rng(0).normal(0, 0.1, window + self.sampling_rate)
-        noise = noise.astype(np.float32)
+        noise = _noise(window + self.sampling_rate)
         lengths = window // 2, window, len(noise)
         calls = [self.record(processor, [noise[:length]]) for length in lengths]
         counts = [token_ids(call.outputs).count(self.token_id) for call in calls]
@@ -191,6 +194,10 @@ class Modality:
             {name: tensor.narrow(self.axes[name], n, 1) for name, tensor in tensors.items()}
             for n in range(length)
         ]
+
+
+def _noise(samples: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 0.1, samples).astype(np.float32)
 
 
 def find_modalities(
@@ -307,7 +314,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
         return [value for part in parts for value in part]
     shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     shape[axis] = sum(part.shape[axis] for part in parts)
-    if all(map(_has_no_memory, parts)):
+    if all(part.untyped_storage().nbytes() < part.nbytes for part in parts):  # without memory
         return parts[0].new_zeros(()).expand(shape)
     joined, start = parts[0].new_zeros(shape), 0
     for part in parts:
@@ -316,7 +323,3 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
         joined[tuple(region)] = part
         start += part.shape[axis]
     return joined
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < tensor.nbytes

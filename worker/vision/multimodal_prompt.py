@@ -52,8 +52,7 @@ class MultimodalPrompt(EncodedInputs):
         )  # fmt: skip
 
     def missing(self, cache: EncoderCache, limit: int) -> list[MultimodalItem]:
-        """Return the first `limit` tiles that are not encoded, each once; none while the prompt is
-        recomputed."""
+        """Return the first `limit` tiles that are not encoded; none while they are recomputed."""
         if not (numbers := self.find_unencoded(cache)):
             return []
         output = self.processor_output
@@ -111,7 +110,8 @@ class MultimodalPrompt(EncodedInputs):
         if self.positions is None:
             self.compute_positions(encoder.hook)
         for features in self.processor_output.media if self.processor_output else ():
-            encoder.cache.put_features(features)
+            stored = features.without_encoder_inputs()
+            encoder.cache.features.put(stored.digest, stored, stored.nbytes)
         self.rows = [self.encoded[digest] for digest in self.digests]
         self.processor_output, self.encoded, self.ready = None, {}, True
 

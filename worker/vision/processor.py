@@ -119,7 +119,6 @@ class MultimodalItem(NamedTuple):
 
     @property
     def max_numel(self) -> int:
-        """The number of elements of the largest input."""
         return max(tensor.numel() for tensor in self.inputs.values())
 
 
@@ -177,8 +176,7 @@ class Processor:
         self._low_detail = LOW_DETAIL if splits else {}
 
     def check_fits(self, tokens: int, param: str) -> None:
-        """Raise InvalidInput, naming `param`, unless a prompt of so many tokens leaves room for
-        output."""
+        """Raise InvalidInput, naming `param`, unless so many tokens leave room for output."""
         if tokens >= self.max_tokens:
             raise InvalidInput(
                 f"the media and text fill more than the {self.max_tokens} tokens of the context",

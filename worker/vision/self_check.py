@@ -12,11 +12,8 @@ from array import array
 from collections import abc
 from collections.abc import Iterable
 from itertools import combinations
-from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from batching.block_pool import BlockTable
@@ -31,7 +28,6 @@ from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
 from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.encoder import EncoderCache, VisionEncoder
-from worker.vision.modality import Modality
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
 from worker.vision.video import VideoModality
@@ -39,8 +35,6 @@ from worker.vision.video import VideoModality
 log = logging.getLogger("onequeue.generation")
 
 SAMPLE_TEXT = "Here is {0} and what is to be seen and heard in it."
-SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
-SAMPLE_SECONDS = 1.3, 0.6
 
 
 def check_multimodal(language: LanguageModel, processor: Processor) -> None:
@@ -109,21 +103,23 @@ def refuse_failing(language: LanguageModel, processor: Processor) -> None:
     """Refuse the kinds of media that the model's own forward does not take: log the reason, set
     `language.refused_media` and remove them from the processor's modalities. Pairs that it does not
     take together become `exclusive`."""
-    for kind in [*processor.modalities]:
+
+    def failure(*kinds: MediaKind) -> str:
         try:
-            reference_logits(language, processor, sample_output(processor, [kind]))
+            reference_logits(language, processor, sample_output(processor, kinds))
         except Exception as error:
             if isinstance(failure_of(error), DeviceLost):
                 raise
-            refuse(language, kind, f"the model does not run with them: {first_line(error)}")
+            return first_line(error)
+        return ""
+
+    for kind in [*processor.modalities]:
+        if why := failure(kind):
+            refuse(language, kind, f"the model does not run with them: {why}")
             del processor.modalities[kind]
     for pair in combinations(processor.modalities, 2):
-        try:
-            reference_logits(language, processor, sample_output(processor, pair))
-        except Exception as error:
-            if isinstance(failure_of(error), DeviceLost):
-                raise
-            log.info("%s and %s exclude each other: %.200s", *pair, first_line(error))
+        if why := failure(*pair):
+            log.info("%s and %s exclude each other: %.200s", *pair, why)
             processor.exclusive.add(frozenset(pair))
 
 
@@ -140,7 +136,7 @@ def sample_output(processor: Processor, kinds: Iterable[MediaKind] = ()) -> Proc
     media: list[MediaFeatures] = []
     for kind in kinds or processor.modalities:
         modality = processor.modalities[kind]
-        for number, item in enumerate(_noise(modality)[: modality.max_items]):
+        for number, item in enumerate(modality.samples()[: modality.max_items]):
             digest = f"{kind}{number}".encode()
             media.append(processor.process_media(kind, item, digest, low_detail=True))
     return processor.process_text(_sample_text(processor, media), media)
@@ -168,19 +164,6 @@ def _sample_text(processor: Processor, media: abc.Sequence[MediaFeatures]) -> st
     except Exception as error:  # templates raise anything
         log.info("the chat template renders no media: %.200s", first_line(error))
     return SAMPLE_TEXT.format(", another ".join(tokens))
-
-
-def _noise(modality: Modality) -> list[Any]:
-    if isinstance(modality, VideoModality):
-        return [*modality.samples()]
-    noise = np.random.default_rng(0)
-    if modality.kind == "image":
-        return [
-            Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
-            for width, height in SAMPLE_SIZES
-        ]
-    counts = [int(seconds * modality.sampling_rate) for seconds in SAMPLE_SECONDS]
-    return [noise.normal(0, 0.1, count).astype(np.float32) for count in counts]
 
 
 @torch.inference_mode()

@@ -61,7 +61,6 @@ class PackedExperts(nn.Module):
         return layers
 
     def restore(self) -> None:
-        """Put the parameters back."""
         self.products = None
         experts: Any = self._experts()
         for name, layers in ((self.up_name, self.up), ("down_proj", self.down)):

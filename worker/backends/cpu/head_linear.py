@@ -21,8 +21,7 @@ class PackedHeads(nn.Module):
     """HeadLinear with a packed layer for each head (linear_layers.py). They are no submodules: a
     model may have thousands.
 
-    `products`: of all heads at once, of rows [heads · T, in] and the number T for each head; None:
-    one head after another.
+    `products`: of all heads at once, of rows [heads · T, in] and T for each head; None: by head.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ from worker.backends.cpu.experts import (
     unpack_experts,
 )
 from worker.backends.cpu.functional import MIN_ROWS, names_in_forward, replace_functions
-from worker.backends.cpu.fused_linear import (
-    FusedSlice,
-    find_shared_inputs,
-    fuse_linears,
-)
+from worker.backends.cpu.fused_linear import FusedSlice, find_shared_inputs, fuse_linears
 from worker.backends.cpu.head_linear import HeadLinear, PackedHeads
 from worker.backends.cpu.linear_layers import (
     INT4_BYTES,
@@ -254,8 +250,7 @@ def _seconds(layers: Sequence[nn.Module], x: Tensor) -> list[float]:
 
 @torch.inference_mode()
 def native_quantized_matches(quantization: str, dtype: torch.dtype) -> bool:
-    """Return whether the native operation has a kernel for this CPU and dtype, with the products
-    of torch's."""
+    """Return whether the native operation runs here, and gives the products of torch's."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((80, 70), (80,))
@@ -356,13 +351,10 @@ def _native_products(layers: Sequence[Any]) -> Products | None:
     else:
         return None
     padded = -(-inputs // step) * step
-
-    def products(rows: Tensor, counts: Tensor) -> Tensor:
-        out: Tensor = torch.ops.onequeue.experts_linear(
-            rows, counts, addresses, scales, padded, columns, width
-        )
-        return out
-
+    products: Products = partial(
+        torch.ops.onequeue.experts_linear, addresses=addresses, scales=scales, padded=padded,
+        columns=columns, width=width,
+    )  # fmt: skip
     rows = torch.randn(9, inputs, generator=torch.Generator().manual_seed(0)).to(first.dtype)
     counts = torch.zeros(len(layers), dtype=torch.long)
     counts[0], counts[-1] = 2, counts[-1] + 7
@@ -376,11 +368,8 @@ def native_product_matches(layer: PackedLinear, width: int) -> bool:
 
     oneDNN does not document its layout, so a width is accepted by its products.
     """
-
-    def native_product(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.onequeue.packed_linear(x, layer.packed, layer.bias, width)
-        return out
-
+    weights = {"packed": layer.packed, "bias": layer.bias, "width": width}
+    native_product = partial(torch.ops.onequeue.packed_linear, **weights)
     inputs, dtype = layer.in_features, layer.packed.dtype
     return products_match(native_product, layer.onednn_product, inputs, dtype)
 

@@ -112,7 +112,6 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) 
 def sum_rows(
     x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return sums over `dim`."""
     if _is_row_wise(x, dim, dtype):
         return _reduced(x, keepdim, 1)
     out = x.new_empty(0, dtype=dtype or (x.dtype if x.dtype.is_floating_point else torch.int64))
@@ -123,7 +122,6 @@ def sum_rows(
 def mean_rows(
     x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return means over `dim`."""
     if _is_row_wise(x, dim, dtype):
         return _reduced(x, keepdim, x.shape[-1])
     out = x.new_empty(0, dtype=dtype or x.dtype)
@@ -132,7 +130,6 @@ def mean_rows(
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return cumulative sums along `dim`."""
     result = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
     out = torch.empty(x.shape, dtype=result, device=x.device)
     if not x.numel() or not {x.dtype, result} <= set(SUM_DTYPES) or dim not in (-1, x.dim() - 1):

@@ -19,16 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batching.errors import InvalidInput, ItemFailed
+from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pooling import PoolingHead
 from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel, states_of
-from worker.engines.embedding.sentence_transformers import (
-    QUERY,
-    ROLES,
-    SentenceTransformersConfig,
-)
+from worker.engines.embedding.sentence_transformers import QUERY, ROLES, SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput
@@ -41,8 +37,7 @@ MAX_NUMBERS = 1 << 23
 
 
 class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
-    """`allowed_dimensions` are the sizes that vectors may be truncated to; None: any, empty:
-    none."""
+    """`allowed_dimensions`: sizes that vectors may be truncated to; None: any, empty: none."""
 
     warm_up_input = EmbeddingInput(["a"], None)
 
@@ -106,7 +101,6 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
 
     def _rows_of_ids(self, payload: EmbeddingInput) -> list[TokenRow]:
-        """Return the rows of inputs that are token ids already."""
         if payload.prompt is not None:
             raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
         tokenizer = self.documents.tokenizer if self.late else self.tokenizer
@@ -150,29 +144,23 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             raise InvalidInput.at(payload.param, reason)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
+        allowed = self.allowed_dimensions
         if dimensions is None or dimensions == self.dimensions:
             return
         if dimensions > self.dimensions:
-            raise InvalidInput.at(
-                "dimensions",
-                f"must be at most {self.dimensions}, the model's own, not {dimensions}",
-            )
-        if self.allowed_dimensions is None or dimensions in self.allowed_dimensions:
+            reason = f"at most {self.dimensions}, the model's own, not {dimensions}"
+        elif allowed is None or dimensions in allowed:
             return
-        if self.allowed_dimensions:
-            accepted = f"one of {', '.join(map(str, self.allowed_dimensions))}"
-            raise InvalidInput.at("dimensions", f"must be {accepted}, not {dimensions}")
-        raise InvalidInput.at(
-            "dimensions",
-            f"must be {self.dimensions}, not {dimensions}: "
-            "the model was not trained for others (Matryoshka)",
-        )
+        elif allowed:
+            reason = f"one of {', '.join(map(str, allowed))}, not {dimensions}"
+        else:
+            untrained = "the model was not trained for others (Matryoshka)"
+            reason = f"{self.dimensions}, not {dimensions}: {untrained}"
+        raise InvalidInput.at("dimensions", f"must be {reason}")
 
-    def finish(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
-        """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
+    def result(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
+        """Return an item's vectors, encoded as its payload requests."""
         payload = item.payload
-        if not all(output.isfinite().all() for output in raw):
-            raise ItemFailed("the model returned NaN or infinity for this input")
         if payload.encoding in ("tokens", "sparse"):
             encode = to_numbers if payload.encoding == "tokens" else to_entries
             content = b",".join(encode(output.numpy()) for output in raw)

@@ -6,8 +6,9 @@
 A document is tokenized once, even if it is truncated. A query is never truncated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import takewhile
+from os.path import commonprefix
 
 from batching.errors import InvalidInput
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
@@ -112,7 +113,9 @@ class PromptTokenizer:
     def _count_around(self, instruction: str | None, query: str) -> tuple[int, int]:
         """Return the tokens before a document, and those after it."""
         one, other = (self._ids(instruction, query, document) for document in ("a", "b"))
-        return _common_prefix(one, other), _common_prefix(one[::-1], other[::-1])
+        pairs = (one, other), (one[::-1], other[::-1])
+        before, after = (len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071  # no paths
+        return before, after
 
     def _ids(self, instruction: str | None, query: str, document: str) -> list[int]:
         messages = [{"role": "system", "content": instruction}] if instruction else []
@@ -154,8 +157,3 @@ def document_slice(
         )
     count = min(wanted, room)
     return slice(tokens - count, tokens) if truncation.keep_end else slice(count)
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens at the start are equal."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))

@@ -15,20 +15,15 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Span, TokenIds
 from worker.engines.embedding.pooling import PoolFunction
 from worker.engines.embedding.single_pass import SinglePassModel
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
+from worker.engines.pipeline.engine import run_alone
 from worker.messages.generation import TEXT_ONLY
-from worker.messages.protocol import (
-    ALONE,
-    CUT,
-    Cut,
-    ModelInfo,
-    OtherModels,
-    TextModel,
-)
+from worker.messages.protocol import ALONE, CUT, Cut, ModelInfo, OtherModels, TextModel
 from worker.messages.scoring import EmbeddingInput, ScoringInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
@@ -67,8 +62,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         return self
 
     def prepare(self, item: WorkItem[Payload, list[TokenRow]]) -> None:
-        """Tokenize an item's payload and set its `prepared`, `rows`, `tokens` and `width`. Raises
-        InvalidInput."""
+        """Tokenize a payload; set `prepared`, `rows`, `tokens` and `width`. Raises InvalidInput."""
         rows = self.tokenize(item.payload)
         for row in rows:
             row.ids = TokenIds(row.ids)
@@ -109,17 +103,19 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Run the layers after pooling on [rows, …]."""
         return pooled
 
-    @abstractmethod
     def finish(self, item: WorkItem[Payload], raw: list[Tensor]) -> Result:
-        """Return an item's result from the outputs of its rows."""
+        """Return an item's result from the outputs of its rows. Raises ItemFailed for NaN."""
+        if not all(output.isfinite().all() for output in raw):
+            raise ItemFailed("the model returned NaN or infinity for this input")
+        return self.result(item, raw)
+
+    @abstractmethod
+    def result(self, item: WorkItem[Payload], raw: list[Tensor]) -> Result:
+        """Do the same for finite outputs."""
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
-        item: WorkItem[Payload, list[TokenRow]] = WorkItem(self.warm_up_input, float("inf"), 0.0)
-        self.prepare(item)
-        while (output := self.forward([item.prepared])[0]) is CUT:
-            pass
-        self.finish(item, output)
+        run_alone(self, self.warm_up_input)
 
 
 def states_of(model: RowModel, row: TokenRow) -> Tensor:

@@ -8,12 +8,10 @@ Scores pass the checkpoint's activation, by default a sigmoid. A late-interactio
 for each query and each document instead, and the score is MaxSim.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from batching.errors import InvalidInput, ItemFailed
+from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pairs import PairTokenizer
@@ -46,11 +44,9 @@ class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
     def tokenize(self, payload: ScoringInput) -> list[TokenRow]:
         return self.pair_tokenizer(payload)
 
-    def finish(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
-        """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
+    def result(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
+        """Return an item's scores, one per pair."""
         logits = torch.stack(raw)
-        if not logits.isfinite().all():
-            raise ItemFailed("the model returned NaN or infinity for this input")
         scores: Tensor = logits if item.payload.raw else self.activation(logits)
         return ScoringOutput(scores.tolist(), item.tokens)
 
@@ -96,16 +92,14 @@ class LateReranker(PoolingRunner[ScoringInput, ScoringOutput]):
                 )
         return [*queries.values(), *rows]
 
-    def finish(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
-        """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
+    def result(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
+        """Return an item's scores, one per pair."""
         texts = [query for query, _ in item.payload.pairs]
         queries = dict(zip(dict.fromkeys(texts), raw, strict=False))
         pairs = zip(texts, raw[len(queries) :], strict=True)
         scores = [
             float(self.reduce((queries[text] @ document.T).amax(1))) for text, document in pairs
         ]
-        if not all(map(math.isfinite, scores)):
-            raise ItemFailed("the model returned NaN or infinity for this input")
         return ScoringOutput(scores, item.tokens)
 
 

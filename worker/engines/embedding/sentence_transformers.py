@@ -135,24 +135,22 @@ def read_config(model: str) -> SentenceTransformersConfig:
     level, mask = "token_embeddings" if is_late else "sentence_embedding", None
     for module in modules:
         path, kind = module.get("path", ""), str(module["type"])
+        config = read_json(model, str(Path(path) / "config.json")) or {}
         name = kind.rpartition(".")[2] if kind.startswith((PACKAGE, PYLATE_DENSE)) else kind
         if name in ("Transformer", "MLMTransformer"):
             read |= {"subfolder": path, **_transformer(model, path)}
         elif name == "Pooling":
-            read |= _pooling(read_json(model, f"{path}/config.json") or {})
+            read |= _pooling(config)
         elif name == "SpladePooling":
-            config = read_json(model, f"{path}/config.json") or {}
             read["splade"] = SpladeHead(config, general.get("max_active_dims"))
         elif name == "Dense":
-            layers.append(_dense(model, path, level))
+            layers.append(_dense(model, path, config, level))
         elif name == "Normalize":
-            config = read_json(model, f"{path}/config.json") or {}
             if config.get("module_input_name", "sentence_embedding") == level:
                 layers.append(Normalize())
         elif name == "MultiVectorMask" and is_late:
-            mask = read_json(model, f"{path}/config.json") or {}
+            mask = config
         elif name == "LogitScore":
-            config = read_json(model, f"{path}/config.json")
             read["answer_ids"] = config["true_token_id"], config.get("false_token_id")
         else:
             raise LoadingFailed(f"its modules.json has an unsupported module: {kind[:200]}")
@@ -193,9 +191,8 @@ def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"poolings": poolings, "include_prompt": bool(config.get("include_prompt", True))}
 
 
-def _dense(model: str, path: str, level: str) -> Dense:
+def _dense(model: str, path: str, config: Mapping[str, Any], level: str) -> Dense:
     """Read a layer over vectors of a level: token_embeddings or sentence_embedding."""
-    config = read_json(model, f"{path}/config.json") or {}
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, level):
             raise LoadingFailed(f"its module {path} has the {key} {config[key]!r}, not {level}")

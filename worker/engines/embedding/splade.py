@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from worker.device.self_check import TOLERANCE
+from worker.device.self_check import TOLERANCE, relative_error
 from worker.model.loading import LoadingFailed
 
 CHUNK = 128  # tokens whose logits are in memory at a time
@@ -37,8 +37,7 @@ class SpladeHead:
         vars(self._model)[model.base_model_prefix] = self._body
         ids = torch.arange(1, 8, device=model.device)[None]
         logits, states = model(input_ids=ids).logits[0], model.base_model(input_ids=ids)[0][0]
-        error = (self.logits(states) - logits).abs().max()
-        if not error <= TOLERANCE[model.dtype] * logits.abs().max():
+        if not relative_error(self.logits(states), logits) <= TOLERANCE[model.dtype]:
             raise LoadingFailed("its logits are not those of its head for its last states")
 
     def logits(self, states: Tensor) -> Tensor:

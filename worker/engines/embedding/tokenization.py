@@ -68,14 +68,12 @@ class TextTokenizer:
         for ids, special, param in zip(
             output["input_ids"], output["special_tokens_mask"], params, strict=True
         ):
-            length = self.truncated_length(len(ids), param, truncation)
-            if length is None:
-                rows.append(TokenRow(self.check_ids(ids, param), prompt_tokens=prompt_tokens))
-                continue
-            cut = truncate(ids, special, length, truncation.keep_end, param)
-            removed = len(ids) - len(cut) if truncation.keep_end else 0
+            kept, removed = ids, 0  # tokens at the start
+            if (length := self.truncated_length(len(ids), param, truncation)) is not None:
+                kept = truncate(ids, special, length, truncation.keep_end, param)
+                removed = len(ids) - len(kept) if truncation.keep_end else 0
             remaining = max(0, prompt_tokens - removed)
-            rows.append(TokenRow(self.check_ids(cut, param), prompt_tokens=remaining))
+            rows.append(TokenRow(self.check_ids(kept, param), prompt_tokens=remaining))
         return rows
 
     def check_length(self, text: str, param: str, truncation: Truncation) -> None:

@@ -35,7 +35,7 @@ from worker.engines.generation.input_processor import GenerationItem, InputProce
 from worker.engines.generation.output import SequenceOutput
 from worker.engines.generation.speculation import Speculation
 from worker.engines.pipeline.yield_points import YieldPoints
-from worker.error_classification import failure_of, run_halves
+from worker.error_classification import failure_of, run_in_halves
 from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.deltas import Delta
 from worker.messages.generation import SamplingDefaults
@@ -330,7 +330,7 @@ class GenerationEngine:
         except BaseException as error:
             # The tokens of the step in flight are lost if this raises: that fails all requests.
             self._process_results()
-            run_halves(error, chunks, self._run, self._fail_chunks, lambda chunk: chunk.is_active)
+            run_in_halves(chunks, self._run, self._fail_chunks, lambda c: c.is_active, error)
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Run the model and sample. Raise before any state of the chunks' sequences changes."""

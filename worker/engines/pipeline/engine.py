@@ -46,6 +46,15 @@ class BatchRun(Generic[Raw]):
     largest_rows: int = 0  # rows of the largest part that succeeded
 
 
+def run_alone(runner: Runner[Payload, Prepared, Raw], payload: Payload) -> object:
+    """Run an input through all three stages of a runner; return its response."""
+    item: WorkItem[Payload, Prepared] = WorkItem(payload, float("inf"), 0.0)
+    runner.prepare(item)
+    while (output := runner.forward([item.prepared])[0]) is CUT:
+        pass
+    return runner.finish(item, output)
+
+
 class PipelineEngine(Generic[Payload, Prepared, Raw]):
     """Implements Engine of worker.messages.protocol."""
 
@@ -121,7 +130,6 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
     # ── a batch ──
 
     def _take_batch(self, idle_since: float) -> bool:
-        """Take the next batch, if one is due."""
         now = self.clock()
         self._batch = self.batcher.take(now, idle_since)
         if self._started_at is None or not self._batch:

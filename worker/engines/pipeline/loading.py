@@ -27,12 +27,7 @@ from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype
 from worker.backends.gptq import drop_int4_grids
 from worker.backends.quantization import check_quantization
 from worker.device.device import choose_device, free_bytes
-from worker.device.self_check import (
-    TOLERANCE,
-    CannotRun,
-    length_beyond_windows,
-    random_prompts,
-)
+from worker.device.self_check import TOLERANCE, CannotRun, length_beyond_windows, random_prompts
 from worker.engines.pipeline.inputs import InputReader, warm_up_input
 from worker.engines.pipeline.limits import context_limit, vocabulary_size
 from worker.engines.pipeline.packed_attention import (
@@ -309,8 +304,7 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
 def check_rows(
     rows: SampleRows, forward_single: Callable[..., Any], forward_batch: Callable[..., Any]
 ) -> None:
-    """Raise CannotRun unless every float output of the batch equals that of the row alone, up to
-    rounding."""
+    """Raise CannotRun unless each float output of a batch is the row's own, up to rounding."""
 
     def run(
         forward: Callable[..., Any], batch: dict[str, Tensor], counts: Sequence[int]

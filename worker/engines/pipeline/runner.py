@@ -26,6 +26,7 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from batching.step_times import EFFICIENT_TOKENS, StepTimes
 from worker.engines.pipeline import limits
+from worker.engines.pipeline.engine import run_alone
 from worker.engines.pipeline.inputs import InputReader, text_length, warm_up_input
 from worker.engines.pipeline.packed_attention import Packing, scatter_logits
 from worker.engines.pipeline.yield_points import StepCancelled, YieldPoints
@@ -66,6 +67,7 @@ class PreparedInput:
     sequences: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # per chunk, the only positions that the head needs
     pixels: int = 0  # of the image, where the response is as large as it
+    seed: int | None = None  # of speech
     future: "asyncio.Future[object] | None" = None  # the work item's; done if it is cancelled
     outputs: list[Any] = field(default_factory=list)  # of the first chunks, which have run
 
@@ -124,12 +126,7 @@ class PipelineRunner:
     def warm_up(self) -> None:
         """Run the smallest valid input through all three stages; raise if the model is broken."""
         inputs, parameters = warm_up_input(self.info.task, self.pipe)
-        payload = PipelineInput(inputs, parameters)
-        item: PipelineItem = WorkItem(payload, float("inf"), 0.0)
-        self.prepare(item)
-        while (output := self.forward([item.prepared])[0]) is CUT:
-            pass
-        self.finish(item, output)
+        run_alone(self, PipelineInput(inputs, parameters))
 
     # ── pool threads: preprocess ──
 
@@ -269,8 +266,7 @@ class PipelineRunner:
         return [item.take_outputs() for item in prepared]
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
-        """Yield slices of rows that run together: at most `max_rows`, and images and recordings
-        of equal shape only."""
+        """Yield slices of rows that run together: at most `max_rows`, and media of equal shape."""
         any_shape = self.task.kind == "text"
         max_rows = 1 if self.info.batching == "single" else self.max_rows
         start = 0
@@ -394,7 +390,6 @@ def tensor_shapes(row: ModelInputs) -> Hashable:
 
 
 def stack(rows: Sequence[ModelInputs]) -> ModelInputs:
-    """Concatenate rows of equal shapes to one batch."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     return {k: torch.cat(v) if isinstance(v[0], torch.Tensor) else v for k, v in columns.items()}
 

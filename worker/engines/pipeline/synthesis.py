@@ -11,7 +11,6 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,11 +120,6 @@ def take_waveform(model: object, inputs: object, output: Any) -> Any:
     return (output["waveform"],) if "waveform" in output else output
 
 
-@dataclass(slots=True)
-class PreparedSpeech(PreparedInput):
-    seed: int | None = None
-
-
 class SynthesisRunner(PipelineRunner):
     """Runs sentences one by one. `voices`: by name, the default first."""
 
@@ -143,7 +137,7 @@ class SynthesisRunner(PipelineRunner):
             super().prepare(item)
         except InvalidInput as error:
             if isinstance(error, NoTokens) and getattr(item.payload, "is_part", False):
-                item.prepared, item.key = PreparedSpeech([], {}, {}), id(item)
+                item.prepared, item.key = PreparedInput([], {}, {}), id(item)
                 return
             if isinstance(item.payload, SpeechInput) and error.param:
                 error.param = error.param.removeprefix("parameters.").replace("inputs", "input")
@@ -170,7 +164,7 @@ class SynthesisRunner(PipelineRunner):
             forward[RATE] = speed * pipe.model.speaking_rate
         chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
         stages = {"forward_params": forward, "generate_kwargs": {}}
-        prepared = PreparedSpeech(chunks, stages, {}, seed=parameters.get("seed"))
+        prepared = PreparedInput(chunks, stages, {}, seed=parameters.get("seed"))
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, limits.TRUNCATION_HINT)
         return prepared
 

@@ -26,8 +26,8 @@ class StepCancelled(Exception):
 class YieldPoints:
     """Hooks on a model, which do something only inside of `with yield_points.active(...)`."""
 
-    def __init__(self, model: PreTrainedModel, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._clock: Callable[[], float] = time.monotonic
         self._others: OtherModels | None = None  # None: not active
         self._is_wanted: Callable[[], bool] = lambda: True
         self._is_first = True  # no forward pass of the step has begun
@@ -47,8 +47,7 @@ class YieldPoints:
     def active(
         self, others: OtherModels, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[None]:
-        """Let `others` run during the step inside. Raise StepCancelled at a yield point if it is
-        no longer wanted."""
+        """Let `others` run during the step inside. Raise StepCancelled once it is not wanted."""
         self._others, self._is_wanted = others, is_wanted
         self._is_first, self._turn_started = True, self._clock()
         self._started, self.first_forward_s = self._turn_started - others.total_s, 0.0

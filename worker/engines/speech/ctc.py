@@ -79,8 +79,7 @@ def extract(extractor: Any, samples: NDArray[np.float32]) -> dict[str, Tensor]:
 
 
 class CtcDecoder(Decoder[CtcWindow]):
-    """Raises InvalidInput for options of a request that CTC models do not support. `seek` counts
-    samples."""
+    """Raises InvalidInput for options that CTC models do not support. `seek` counts samples."""
 
     reader: CtcReader
 
@@ -128,8 +127,7 @@ class CtcDecoder(Decoder[CtcWindow]):
         return [delta] if delta else []
 
     def _delta(self, end: int) -> TranscriptDelta | None:
-        """Return the segment of the first `end` frames that are not sent; None if it has no
-        text."""
+        """Return the segment of the first `end` frames to send; None if it has no text."""
         ids, start = self._ids[:end], self._frame
         has_words = self.word_delimiter is not None
         options = {"output_word_offsets": True} if has_words else {}
@@ -166,8 +164,7 @@ class CtcDecoder(Decoder[CtcWindow]):
 
 
 def check_options(payload: TranscriptionInput, has_words: bool) -> None:
-    """Raise InvalidInput for options that CTC models do not support. `has_words`: this one marks
-    the ends of words."""
+    """Raise InvalidInput for unsupported options. `has_words`: the model marks ends of words."""
     if payload.task != "transcribe":
         raise InvalidInput.at("model", "it does not translate")
     for name, value in (

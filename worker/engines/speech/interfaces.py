@@ -35,8 +35,7 @@ Align = Callable[[W], Callable[[], Sequence[float]]]
 
 
 class AudioReader(ABC):
-    """Reads one recording in pool threads, one of them at a time. Methods that read raise
-    InvalidInput."""
+    """Reads a recording in pool threads, one at a time. Methods that read raise InvalidInput."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

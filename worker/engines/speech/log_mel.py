@@ -35,8 +35,7 @@ class LogMel:
         self.weights = torch.hann_window(self.n_fft)
 
     def extract(self, samples: NDArray[np.float32]) -> Tensor:
-        """Return features [mels, window] of a recording of at most a window, padded with
-        silence."""
+        """Return features [mels, window] of at most a window, padded with silence."""
         output = self.extractor(samples, sampling_rate=self.sampling_rate, return_tensors="pt")
         features: Tensor = output["input_features"][0]
         return features
@@ -122,8 +121,7 @@ class LogMelReader(AudioReader):
     # ── on the worker's thread ──
 
     def window(self, seek: int) -> Tensor | None:
-        """Return features [mels, window] from frame `seek` on, zeros after the end; None if they
-        are not read yet."""
+        """Return features [mels, window] from frame `seek` on, then zeros; None if not read yet."""
         count = min(self.mel.window_frames, self.total_frames - seek)
         start, stored = self._stored
         if seek < start or seek + count > start + stored.shape[1]:

@@ -65,8 +65,7 @@ class RowCache(EncoderDecoderCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, heads, N, size]; return those of all positions up to the
-        last."""
+        """Store keys and values [R, heads, N, size]; return those up to the last position."""
         keys, values = self.self_attention[layer_idx]
         for stored, new in ((keys, key_states), (values, value_states)):
             stored.transpose(1, 2)[self._index, self._positions] = new.transpose(1, 2)
@@ -78,7 +77,6 @@ class RowCache(EncoderDecoderCache):
 
 
 def row_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of one row."""
     config: Any = model.config
     positions = config.max_target_positions + config.max_source_positions
     return int(2 * config.decoder_layers * positions * config.d_model * model.dtype.itemsize)

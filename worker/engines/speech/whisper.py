@@ -69,10 +69,6 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         )
         self._heads: int = config.decoder_attention_heads
 
-    @property
-    def head(self) -> Any:
-        return self.model.proj_out
-
     @torch.inference_mode()
     def start(self, windows: Sequence[WhisperWindow]) -> None:
         for window in windows:
@@ -90,7 +86,7 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         if decoding:
             starts = [len(window.prompt) + len(window.tokens) - 1 for window in decoding]
             hidden = self._decode([[window.tokens[-1]] for window in decoding], decoding, starts)
-            self._sample(decoding, self.head(hidden[:, 0]))
+            self._sample(decoding, self.model.proj_out(hidden[:, 0]))
 
     def remove(self, window: WhisperWindow) -> None:
         """Move the last window's row into the freed one."""
@@ -127,7 +123,7 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         languages = self.vocabulary.languages
         hidden = self._decode([[self.vocabulary.start]] * len(windows), windows, [0] * len(windows))
         codes, tokens = list(languages), list(languages.values())
-        best = self.head(hidden[:, 0])[:, tokens].argmax(1).tolist()
+        best = self.model.proj_out(hidden[:, 0])[:, tokens].argmax(1).tolist()
         for window, index in zip(windows, best, strict=True):
             window.language = codes[index]
 
@@ -144,11 +140,11 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
                 [list(window.prompt) for window in members], members, [0] * len(members)
             )
             starts = [len(window.context) for window in members]
-            at_start = self.head(hidden[range(len(members)), starts]).float().softmax(1)
+            at_start = self.model.proj_out(hidden[range(len(members)), starts]).float().softmax(1)
             no_speech = at_start[:, self.vocabulary.no_speech].tolist()
             for window, probability in zip(members, no_speech, strict=True):
                 window.no_speech_prob = probability
-            self._sample(members, self.head(hidden[:, length - 1]))
+            self._sample(members, self.model.proj_out(hidden[:, length - 1]))
 
     def _decode(
         self,

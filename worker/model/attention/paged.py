@@ -188,8 +188,7 @@ class AttentionMetadata(AttentionBackend):
     ) -> Tensor:  # fmt: skip
         cache, shape = self.cache, self.cache.layers[layer]
         keys, values = cache.keys[layer], cache.values[layer]
-        if shape.temperature:
-            query = shape.rescale(query, self.positions)
+        query = shape.rescale(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
         for stored, new in ((keys, k), (values, v)):
             if len(self.started_blocks):
@@ -472,8 +471,7 @@ def _softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute scores explicitly, for soft-capped scores (Gemma 2) and sinks [H] (GPT-OSS), which
-    the fused function lacks."""
+    """Compute scores, as fused functions have no soft cap (Gemma 2) and no sinks [H] (GPT-OSS)."""
     scores = torch.matmul(q, k.transpose(2, 3)) * scale
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap

@@ -16,6 +16,7 @@ import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal, cast, get_args
 
@@ -112,8 +113,7 @@ class HistoryAdapter:
         return {**message, "content": blocks if content else blocks[:1]}
 
     def _add_calls(self, message: Message, results: list[Message]) -> None:
-        """Add a message's calls and their results, in the order of the calls: many templates show
-        no ids."""
+        """Add calls and their results in the order of the calls: many templates show no ids."""
         calls = message.pop("tool_calls")
         results_by_call, others = _match_results(calls, results)
         if self._format.separate_content and message.get("content"):
@@ -341,13 +341,11 @@ def _score(text: str, none_count: int) -> int:
 
 def _with_own_messages(render: Render, best: HistoryFormat) -> HistoryFormat:
     """Separate content and calls where the template does not show all parts of one message."""
-    separate, one_call = replace(best, separate_content=True), replace(best, one_call=True)
-    if not _shows_all(render, best, TEXT_BEFORE, 1) and _shows_all(
-        render, separate, TEXT_BEFORE, 1
-    ):
-        best, one_call = separate, replace(separate, one_call=True)
-    if not _shows_all(render, best, "", 2) and _shows_all(render, one_call, "", 2):
-        return one_call
+    for field, content, calls in (("separate_content", TEXT_BEFORE, 1), ("one_call", "", 2)):
+        shows_all = partial(_shows_all, render, content=content, calls=calls)
+        changes: Any = {field: True}
+        if not shows_all(best) and shows_all(changed := replace(best, **changes)):
+            best = changed
     return best
 
 

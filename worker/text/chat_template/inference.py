@@ -440,8 +440,7 @@ class TemplateProber:
         return ""
 
     def _reasoning_delimiters(self, source: str) -> Pair | None:
-        """Return the text around the reasoning; else what a prompt ends with, or what the source
-        contains."""
+        """Return the text around the reasoning; else by the end of a prompt, or by the source."""
         before, _, after = self._reasoning_text.partition(THOUGHT)
         between = after.partition(CONTENT)[0]
         if (start := self._message_start) and start in between and start in before:
@@ -765,8 +764,7 @@ def _tool_call_format(
         if indexed is None:
             return None
         (head, middle), first_index = indexed
-    if matched:  # some templates end the section after several calls only
-        after = last
+        after = last  # some templates end the section after several calls only
     section, call, separator = split_surroundings(
         before[:start], between, after[arguments.after :], syntax
     )

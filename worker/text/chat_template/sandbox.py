@@ -8,7 +8,7 @@ the values that it makes, before it makes them. transformers uses one once this 
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MappingView, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
@@ -28,31 +28,21 @@ MAX_CPU_S = 10.0  # of the thread that renders
 MAX_BITS = 10_000  # of an integer
 VALUE_BYTES = 64  # that a value takes without its text
 # Filters and methods of texts that take about as long as their arguments' text. Real templates call
-# them on whole messages.
-LINEAR = {
-    "attr", "capitalize", "count", "d", "default", "dictsort", "e", "endswith", "escape", "find",
-    "format", "format_map",
-    "first", "items", "join", "last", "length", "list", "lower", "lstrip", "map",
-    "reject", "rejectattr", "replace", "reverse", "rstrip", "rsplit", "safe", "select",
-    "selectattr", "split", "splitlines", "startswith", "string", "strip", "tojson", "trim", "upper",
-}  # fmt: skip
-# Those that do not turn their value into text. They read it lazily, or once.
+# them on whole messages. The first do not turn their value into text: they read it lazily, or once.
 READING = {
     "attr", "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map",
     "reject", "rejectattr", "reverse", "select", "selectattr",
+}  # fmt: skip
+LINEAR = READING | {
+    "capitalize", "e", "endswith", "escape", "find", "format", "format_map", "join", "lower",
+    "lstrip", "replace", "rstrip", "rsplit", "safe", "split", "splitlines", "startswith", "string",
+    "strip", "tojson", "trim", "upper",
 }  # fmt: skip
 # All others, such as `center`, get short arguments and small numbers: they may multiply, or take a
 # quadratic time.
 MAX_TEXT, MAX_NUMBER = 100_000, 1000
 NESTED_FIELD = re.compile(r"\{[^}]*\{")
-COLLECTIONS: tuple[type, ...] = (
-    list,
-    tuple,
-    set,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-)
+COLLECTIONS = (list, tuple, set, MappingView)
 MAX_TIME_FIELD = 256  # characters that strftime writes for one of its format
 NUMBER = re.compile(r"\d+")
 # .budget: of the rendering that runs on this thread. .is_lenient: it may change lists.

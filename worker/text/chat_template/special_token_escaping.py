@@ -43,8 +43,7 @@ class SpecialTokenEscaper:
 
     @staticmethod
     def new_key() -> str:
-        """Return a key for the placeholders of one prompt: no client can guess it, and no template
-        splits it."""
+        """Return a key of a prompt's placeholders: no client guesses it, no template splits it."""
         return secrets.token_hex(8)
 
     def escape(self, value: Any, key: str) -> Any:
