@@ -30,9 +30,9 @@ from batching.fair_share import Priority
 from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.apis.openai.jobs import JobRunner, StoredJob
 from server.apis.openai.request_fields import convert, decode
-from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList, Response
+from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList
 from server.apis.openai.responses.event_stream import StoredEvents
-from server.apis.openai.responses.events import ResponsesBuilder
+from server.apis.openai.responses.events import Response, ResponsesBuilder
 from server.apis.openai.responses.items import check_ids, to_documents
 from server.apis.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.apis.openai.responses.store import (
