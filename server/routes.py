@@ -59,7 +59,7 @@ from server.http.health import health, ready, version
 from server.http.operation import TEXT, Operation, OperationRoute, routes_of
 from server.http.upload import Uploads
 from server.openapi.document import openapi_route
-from server.web.page import Assets, IndexPage, ReferencePage
+from server.web.page import IndexPage, asset, reference
 from worker.tasks import SPEECH_TASK
 
 SPEECH = "speech"  # kind of the models of /v1/audio/speech, which are pipelines
@@ -76,7 +76,7 @@ def make_routes(
     a request may name."""
     named = ModelGroup(*models.values())
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
-    routes += routes_of(IndexPage(settings, worker_client), health, ready, version)
+    routes += routes_of(IndexPage(settings, worker_client).index, health, ready, version)
     routes += routes_of(debug_queue, load, reset_prefix_cache)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
@@ -119,7 +119,7 @@ def make_routes(
         order = sorted(texts, key=lambda kind: kind not in ("embedding", "rerank"))
         groups = ModelGroup(*texts.values()), ModelGroup(*(texts[kind] for kind in order))
         routes += tokenizer_routes(settings, worker_client, *groups)
-    routes += routes_of(Assets(), ReferencePage())
+    routes += routes_of(asset, reference)
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {
             route.path: route.endpoint for route in routes if "POST" in (route.methods or ())
