@@ -8,11 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
-from server.apis.anthropic.schemas import TokenCount
+from server.apis.anthropic.endpoint import (
+    COUNT_TOKENS,
+    CountTokensEndpoint,
+    MessagesEndpoint,
+    TokenCount,
+)
 from server.apis.openai.adapters import AdapterControl
-from server.apis.openai.audio.endpoint import OPERATIONS, SpeechEndpoint
-from server.apis.openai.audio.speech import SynthesisEndpoint
+from server.apis.openai.audio.endpoint import OPERATIONS, TranscriptionEndpoint
+from server.apis.openai.audio.speech import SpeechEndpoint
 from server.apis.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
 from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import BatchStore, FolderInUse
@@ -192,9 +196,9 @@ def scoring_and_speech_routes(
     if embedders := models.get("embedding"):
         group = ModelGroup(embedders)
         for operation in (*EMBEDDINGS, SIMILARITY):
-            endpoint = EmbeddingEndpoint if operation.takes_lines else ScoringEndpoint
+            app = EmbeddingEndpoint if operation.takes_lines else ScoringEndpoint
             kind: Any = operation.request
-            yield OperationRoute(operation, endpoint(settings, worker_client, group, kind))
+            yield OperationRoute(operation, app(settings, worker_client, group, kind))
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
@@ -205,9 +209,10 @@ def scoring_and_speech_routes(
     if hearing := [models[kind] for kind in ("transcription", "generation") if kind in models]:
         group, uploads = ModelGroup(*hearing), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():
-            yield OperationRoute(operation, SpeechEndpoint(worker_client, group, uploads, kind))
+            endpoint = TranscriptionEndpoint(worker_client, group, uploads, kind)
+            yield OperationRoute(operation, endpoint)
     if speakers := models.get(SPEECH):
-        speech = SynthesisEndpoint(settings, worker_client, ModelGroup(speakers))
+        speech = SpeechEndpoint(settings, worker_client, ModelGroup(speakers))
         yield from routes_of(speech, speech.voices)
 
 

@@ -7,18 +7,35 @@ tokenizing the same input (apis/openai/tokenize.py).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Scope
 
-from server.apis.anthropic.builder import MessageBuilder
+from server.apis.anthropic.builder import MessageBuilder, MessageResponse
 from server.apis.anthropic.request import CountTokensRequest, MessagesRequest
-from server.apis.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
 from server.apis.openai.endpoint import GenerationEndpoint, ParsedRequest
 from server.apis.openai.request_fields import decode
 from server.core.delta_stream import UsageCounts
 from server.http.json import parse_json
 from server.http.operation import Operation
+
+
+class AnthropicErrorDetails(Struct):
+    type: str
+    message: str
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class AnthropicError(Struct):
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
 
 COUNT_TOKENS = Operation(
     "POST /v1/messages/count_tokens",

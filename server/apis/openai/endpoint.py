@@ -235,7 +235,7 @@ P = TypeVar("P", bound=ParsedRequest)
 class GenerationEndpoint(BodyEndpoint[P]):
     """An endpoint of the language model."""
 
-    images: MediaLoader
+    media: MediaLoader
 
     def model_of(self, request: P) -> NamedModel:
         return self.models.find(request.body.model)
@@ -252,7 +252,7 @@ class GenerationEndpoint(BodyEndpoint[P]):
         if not (isinstance(chat, Chat) and chat.media):
             return request
         check_media(chat, self.model_of(request).text_info)
-        chat = await self.images.load(incoming, chat)
+        chat = await self.media.load(incoming, chat)
         return replace(request, inputs=[replace(request.inputs[0], prompt=chat)])
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: P) -> None:

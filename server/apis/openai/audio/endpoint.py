@@ -89,7 +89,7 @@ class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
 
 
 @dataclass(eq=False)
-class SpeechEndpoint:
+class TranscriptionEndpoint:
     """An ASGI app that takes recordings. `kind`: whether it transcribes or translates."""
 
     worker_client: WorkerClient

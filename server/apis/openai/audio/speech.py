@@ -124,11 +124,7 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
         if not self._seconds:
             raise InvalidInput.at("input", NOTHING)
         tokens, output = self._tokens, round(self._seconds * TOKENS_PER_S)
-        usage = {
-            "input_tokens": tokens,
-            "output_tokens": output,
-            "total_tokens": tokens + output,
-        }
+        usage = {"input_tokens": tokens, "output_tokens": output, "total_tokens": tokens + output}
         yield data_frame({"type": "speech.audio.done", "usage": usage})
 
     def build(self, deltas: Sequence[SpokenAudio]) -> bytes:
@@ -143,7 +139,7 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
     stream="With stream_format: sse. speech.audio.delta with base64, speech.audio.done, [DONE].",
 )
 @dataclass(eq=False)
-class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
+class SpeechEndpoint(BodyEndpoint[SpeechTask]):
     """An ASGI app that speaks."""
 
     def parse(self, body: bytes, scope: Scope) -> SpeechTask:
