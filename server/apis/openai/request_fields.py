@@ -30,13 +30,7 @@ from server.apis.openai.response_format import (
 )
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
-from worker.messages.generation import (
-    Chat,
-    Constraint,
-    GenerationInput,
-    Sampling,
-    Stopping,
-)
+from worker.messages.generation import Chat, Constraint, GenerationInput, Sampling, Stopping
 
 MAX_STOPS = 16
 MAX_IDS = 1024  # token ids in logit_bias, stop_token_ids or allowed_token_ids

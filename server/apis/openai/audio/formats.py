@@ -3,8 +3,9 @@
 json and verbose_json are OpenAI's documents; srt and vtt are subtitles with a cue per segment.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 
 from msgspec import UNSET, UnsetType
 
@@ -91,34 +92,21 @@ def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:
 
 
 def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
-    cues = [
-        f"{n}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n"
-        f"{_one_line(segment.text)}\n\n"
-        for n, segment in enumerate(_cues(transcript), start=1)
-    ]
-    return "".join(cues).encode()
+    cues = enumerate(_cues(transcript, ","), start=1)
+    return "".join(f"{n}\n{times}\n{text}\n\n" for n, (times, text) in cues).encode()
 
 
 def as_vtt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
-    cues = [
-        f"{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n{_escaped(segment.text)}\n\n"
-        for segment in _cues(transcript)
-    ]
+    cues = (f"{times}\n{escape(text, quote=False)}\n\n" for times, text in _cues(transcript, "."))
     return "".join(["WEBVTT\n\n", *cues]).encode()
 
 
-def _cues(transcript: Transcript) -> list[Segment]:
-    """Return the segments with text: an empty cue would break the file's structure."""
-    return [segment for segment in transcript.segments if segment.text.strip()]
-
-
-def _one_line(text: str) -> str:
-    """Return a cue's text without line breaks and without `-->`, which starts a cue."""
-    return " ".join(text.split()).replace("-->", "->")
-
-
-def _escaped(text: str) -> str:
-    return _one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _cues(transcript: Transcript, separator: str) -> Iterator[tuple[str, str]]:
+    """Yield the times and the text of each segment, without what would break the file's structure:
+    empty cues, line breaks, and `-->`, which starts a cue."""
+    for segment in transcript.segments:
+        if text := " ".join(segment.text.split()).replace("-->", "->"):
+            yield f"{clock(segment.start, separator)} --> {clock(segment.end, separator)}", text
 
 
 def clock(seconds: float, separator: str) -> str:

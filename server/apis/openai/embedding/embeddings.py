@@ -33,10 +33,7 @@ from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, s
 VECTORS: Schema = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
 LISTS: Body = {JSON: {"type": "array", "items": VECTORS}}
 ENTRIES: Body = {JSON: {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}}
-Inputs = Annotated[
-    TextsOrIds,
-    Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
-]
+Inputs = Annotated[TextsOrIds, Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})]
 
 
 class Embedding(Struct):
