@@ -219,64 +219,6 @@ class EmbeddingUsage(Struct):
     total_tokens: int
 
 
-# ── audio ──
-
-
-class Duration(Struct, tag_field="type", tag="duration"):
-    seconds: float
-
-
-class TranscribedTokens(Struct, tag_field="type", tag="tokens"):
-    """The usage of a chat model."""
-
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-
-
-class Transcription(Struct):
-    text: str
-    usage: Duration | TranscribedTokens
-    logprobs: list[ScoredToken] | UnsetType = UNSET
-
-
-class TranscribedSegment(Struct):
-    id: int
-    seek: int
-    start: float
-    end: float
-    text: str
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
-    tokens: Sequence[int]
-
-
-class TranscribedWord(Struct):
-    word: str
-    start: float
-    end: float
-
-
-class VerboseTranscription(Struct, kw_only=True):
-    task: Literal["transcribe", "translate"]
-    language: str
-    duration: float
-    text: str
-    segments: list[TranscribedSegment] | UnsetType = UNSET
-    words: list[TranscribedWord] | UnsetType = UNSET
-    usage: Duration
-
-
-class TranscriptTextDelta(Struct, tag_field="type", tag="transcript.text.delta"):
-    delta: str
-    logprobs: list[ScoredToken] | UnsetType = UNSET
-
-
-class TranscriptTextDone(Transcription, tag_field="type", tag="transcript.text.done"): ...
-
-
 # ── files and batches ──
 
 

@@ -3,25 +3,74 @@
 json and verbose_json are OpenAI's documents; srt and vtt are subtitles with a cue per segment.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from typing import Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from server.apis.openai.audio.request import AudioFormat, TranscriptionRequest
 from server.apis.openai.logprobs import scored_token
-from server.apis.openai.response_schemas import (
-    Duration,
-    ScoredToken,
-    TranscribedSegment,
-    TranscribedWord,
-    Transcription,
-    VerboseTranscription,
-)
+from server.apis.openai.response_schemas import ScoredToken
 from server.http.json import to_json
 from worker.messages.deltas import TokenLogprob
 from worker.messages.transcription import Segment, TranscriptDelta, Word
+
+
+class Duration(Struct, tag_field="type", tag="duration"):
+    seconds: float
+
+
+class TranscribedTokens(Struct, tag_field="type", tag="tokens"):
+    """The usage of a chat model."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcription(Struct):
+    text: str
+    usage: Duration | TranscribedTokens
+    logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+class TranscribedSegment(Struct):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+    tokens: Sequence[int]
+
+
+class TranscribedWord(Struct):
+    word: str
+    start: float
+    end: float
+
+
+class VerboseTranscription(Struct, kw_only=True):
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscribedSegment] | UnsetType = UNSET
+    words: list[TranscribedWord] | UnsetType = UNSET
+    usage: Duration
+
+
+class TranscriptTextDelta(Struct, tag_field="type", tag="transcript.text.delta"):
+    delta: str
+    logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+class TranscriptTextDone(Transcription, tag_field="type", tag="transcript.text.done"): ...
 
 
 @dataclass(slots=True)

@@ -59,6 +59,11 @@ CALL_ITEM_TYPES: dict[ToolKind, OutputItemType] = {
     "custom": "custom_tool_call",
     "local_shell": "local_shell_call",
 }
+# Fields of a request that its response has unchanged.
+REPEATED_FIELDS = (
+    "instructions", "max_output_tokens", "max_tool_calls", "model", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "user",
+)  # fmt: skip
 # The events of an item's text, without `.delta` or `.done`; those of a local shell have none.
 TEXT_EVENTS = {
     "message": "response.output_text",
@@ -457,16 +462,9 @@ def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Respons
         top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         metadata=request.metadata or {},
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
         truncation=request.truncation or "disabled",
-        model=request.model,
-        previous_response_id=request.previous_response_id,
         conversation=ConversationReference(of) if (of := request.conversation_id) else UNSET,
-        prompt_cache_key=request.prompt_cache_key,
-        safety_identifier=request.safety_identifier,
-        user=request.user,
+        **{name: getattr(request, name) for name in REPEATED_FIELDS},
     )
 
 
