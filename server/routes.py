@@ -8,12 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from server.apis.anthropic.endpoint import (
-    COUNT_TOKENS,
-    CountTokensEndpoint,
-    MessagesEndpoint,
-    TokenCount,
-)
+from server.apis.anthropic.endpoint import COUNT_TOKENS, MessagesEndpoint, TokenCount
+from server.apis.anthropic.request import CountTokensRequest
 from server.apis.openai.adapters import AdapterControl
 from server.apis.openai.audio.endpoint import OPERATIONS, TranscriptionEndpoint
 from server.apis.openai.audio.speech import SpeechEndpoint
@@ -94,6 +90,7 @@ def make_routes(
         store = open_store(settings)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
+        counting = MessagesEndpoint(*shared, CountTokensRequest)
         routes += [
             *routes_of(completions := ChatCompletions(*shared), Completions(*shared)),
             *routes_of(Infill(*shared)),
@@ -101,7 +98,7 @@ def make_routes(
             *Responses(*shared, store, jobs).routes(),
             *Conversations(store, chat).routes(),
             *routes_of(MessagesEndpoint(*shared)),
-            OperationRoute(COUNT_TOKENS, PromptEndpoint(CountTokensEndpoint(*shared), TokenCount)),
+            OperationRoute(COUNT_TOKENS, PromptEndpoint(counting, TokenCount)),
             OperationRoute(DECISIONS, decisions),
             OperationRoute(SYSTEM_ONE, system_one),
             *adapters.routes(),

@@ -23,6 +23,12 @@ from server.http.sse import named_frame
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat, GenerationInput
 
+# The type of a block's deltas, and their field.
+DELTA_FIELDS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 PING = named_frame({"type": "ping"})
 INLINE_CHARS = 4096 // MAX_INLINE_ENTRIES  # per entry: longer deltas are encoded in a pool thread
 
@@ -155,15 +161,9 @@ class MessageBuilder(ResponseBuilder[Delta]):
         if not part.text:
             return
         self._texts.append(part.text)
-        if block.type == "text":
-            delta = {"type": "text_delta", "text": part.text}
-        elif block.type == "tool_use":
-            delta = {"type": "input_json_delta", "partial_json": part.text}
-        elif self._request.hides_thinking:
-            return
-        else:
-            delta = {"type": "thinking_delta", "thinking": part.text}
-        yield self._event("content_block_delta", delta=delta)
+        if not (block.type == "thinking" and self._request.hides_thinking):
+            type_, field = DELTA_FIELDS[block.type]
+            yield self._event("content_block_delta", delta={"type": type_, field: part.text})
 
     def _new_block(self, part: DeltaPart) -> MessageBlock:
         if part.kind == "content":

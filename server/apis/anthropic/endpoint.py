@@ -7,7 +7,7 @@ tokenizing the same input (apis/openai/tokenize.py).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Scope
@@ -63,8 +63,11 @@ class ParsedMessagesRequest(ParsedRequest):
     stream="With stream: true. message_start, events of the blocks, message_stop.",
     error=AnthropicError,
 )
+@dataclass(eq=False)
 class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
-    kind: ClassVar[Any] = MessagesRequest
+    """An endpoint for one kind of request. The app itself takes those of `/v1/messages`."""
+
+    kind: Any = MessagesRequest
 
     def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
         models, document = self.models, parse_json(body)
@@ -76,9 +79,3 @@ class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
         call_id = self.model_of(request).call_id
         body, [prompt] = request.body, request.inputs
         return MessageBuilder(body, request.model_name, prompt, usage, call_id)
-
-
-class CountTokensEndpoint(MessagesEndpoint):
-    """Reads the prompts whose tokens are counted."""
-
-    kind = CountTokensRequest

@@ -29,7 +29,6 @@ from server.http.json import JsonBodyParser, parse_json
 from server.http.operation import EVENTS, Operation, OperationRoute, routes_of
 from server.http.request import read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
-from worker.load_context import LoadProgress
 from worker.messages.adapters import Adapter
 from worker.messages.generation import PLURALS, SamplingDefaults
 from worker.messages.protocol import TextModel
@@ -197,8 +196,9 @@ class NamedModel:
     def status(self) -> ModelStatus:
         entry = self.residency
         if entry.is_loading:
-            progress = entry.model.progress
-            return ModelStatus("loading", progress.stage, progress_of(progress))
+            load = entry.model.progress
+            progress = Progress(load.done, load.total) if load.total else UNSET
+            return ModelStatus("loading", load.stage, progress)
         if entry.model.state == "failed":
             return ModelStatus("failed", failed=True, error=entry.failure)
         if entry.model.state == "ready":
@@ -207,10 +207,9 @@ class NamedModel:
 
     def load_event(self) -> LoadEvent:
         """Return the event of a model that is loading, ready or failed."""
-        entry, id = self.residency, self.id
-        if entry.is_loading:
-            progress = entry.model.progress
-            return LoadEvent("loading", id, progress.stage, progress_of(progress))
+        entry, id, status = self.residency, self.id, self.status()
+        if status.value == "loading":
+            return LoadEvent("loading", id, status.stage, status.progress)
         if entry.is_ready:
             return LoadEvent("ready", id, cached=False)
         return LoadEvent("error", id, message=entry.failure or "the model was unloaded")
@@ -326,10 +325,6 @@ class ModelGroup:
     def id_for(self, name: str | None) -> str:
         """Return the id for a name, or raise UnknownModel (404)."""
         return self.find(name).id
-
-
-def progress_of(progress: LoadProgress) -> Progress | UnsetType:
-    return Progress(progress.done, progress.total) if progress.total else UNSET
 
 
 def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from threading import Lock
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
@@ -250,8 +251,8 @@ class GenerationRequest(Struct, kw_only=True):
     def _constraint(self) -> Constraint | None:
         """Return the constraint on the output, None for free text."""
         (path, output_format), structured = self.output_format, self.structured_outputs
-        given = {name: getattr(self, name) for name in CONSTRAINT_FIELDS}
-        given = {name: value for name, value in given.items() if value not in (None, "", [])}
+        fields = ((name, getattr(self, name)) for name in CONSTRAINT_FIELDS)
+        given = {name: value for name, value in fields if value not in (None, "", [])}
         if given:
             [(name, value), *others] = given.items()
             if others or structured:
@@ -448,11 +449,15 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error), kind, document)
-        value = _value_at(document, param) if message == "expected int, got float" else None
-        if isinstance(value, float) and abs(value) >= 1 << 63:  # as the parser reads it
-            message = f"the integer {value:g} has more than 64 bits"
+        value = _value_at(document, param)
+        if message == "expected int, got float" and isinstance(value, float):
+            if abs(value) >= 1 << 63:  # as the parser reads it
+                message = f"the integer {value:g} has more than 64 bits"
         elif message.startswith("expected") and ", got" not in message:
-            message += _actual_value(document, param, "length" in message)
+            if "length" in message and isinstance(value, (str, list, dict)):
+                message += f", not {len(value)}"
+            elif "length" not in message and not isinstance(value, (list, dict, NoneType)):
+                message += f", not {repr(value)[:50]}"
         raise InvalidInput.at(param, message) from None
 
 
@@ -518,16 +523,6 @@ def _explain(error: str, kind: Any, document: Document) -> tuple[str, str]:
         return f"must be {' or '.join(accepted)}, not {value[1][:50]!r}", path
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
-
-
-def _actual_value(document: Document, path: str, is_length: bool) -> str:
-    """Return ", not …" with the value at a path, or its length; empty if the path is not exact."""
-    node = _value_at(document, path)
-    if node is None:
-        return ""
-    if is_length:
-        return f", not {len(node)}" if isinstance(node, (str, list, dict)) else ""
-    return "" if isinstance(node, (list, dict)) else f", not {repr(node)[:50]}"
 
 
 def _value_at(document: Document, path: str) -> Any:
