@@ -72,8 +72,7 @@ def make_routes(
     entries: Sequence[ModelEntry],
     models: Mapping[str, Sequence[NamedModel]],
 ) -> tuple[list[OperationRoute], JobRunner]:
-    """Return the routes, and the runner of the requests without a connection. `models`: those that
-    a request may name."""
+    """Return the routes, and the runner of jobs. `models`: those that a request may name."""
     named = ModelGroup(*models.values())
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
     routes += routes_of(IndexPage(settings, worker_client).index, health, ready, version)

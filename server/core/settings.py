@@ -489,8 +489,7 @@ def load_env_file(file: str) -> None:
 
 
 def _entry_of(where: str, entry: object, main: str) -> str:
-    """Return an entry of the file as the text of an entry of the setting. `main`: the key that a
-    table needs."""
+    """Return an entry of the file as the setting's text. `main`: the key that a table needs."""
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, dict) or not isinstance(entry.get(main), str):

@@ -89,8 +89,7 @@ class Telemetry:
         metrics.observer, metrics.max_reports = self._record_report, 1  # without delay
 
     def record_request(self, scope: Scope, path: str, ended: float) -> None:
-        """Record a request whose response has ended. `path`: of its route; times in monotonic
-        seconds."""
+        """Record a request. `path`: of its route; `ended`: in monotonic seconds."""
         record: RequestRecord = scope["record"]
         attributes = {"gen_ai.provider.name": SCOPE}
         if record.model:

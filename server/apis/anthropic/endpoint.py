@@ -48,8 +48,7 @@ COUNT_TOKENS = Operation(
 
 @dataclass(frozen=True)
 class ParsedMessagesRequest(ParsedRequest):
-    """`model_name`: as the client names the model. Claude Code sends thinking back only to a model
-    of the same name."""
+    """`model_name`: the client's. Claude Code sends thinking back to a model of that name only."""
 
     body: MessagesRequest
     model_name: str

@@ -92,8 +92,7 @@ class CallChoice(Struct):
 
 
 def call_policy(tools: Sequence[ClientTool], choice: CallChoice | None) -> ToolCallPolicy | None:
-    """Return which tools may be called, None if none may. InvalidInput for a choice that the tools
-    do not allow."""
+    """Return which tools may be called, None if none may. InvalidInput for an impossible choice."""
     choice = choice or CallChoice("auto")
     names = {f"tools[{n}].name": tool.name for n, tool in enumerate(tools)}
     if choice.type in ("any", "tool") and not tools:

@@ -268,8 +268,7 @@ class UnknownModel(HttpError):
 
 
 class ModelGroup:
-    """The models that an endpoint serves, in lists that may grow. The first one serves requests
-    that name none."""
+    """The models of an endpoint, in lists that may grow. The first serves unnamed requests."""
 
     def __init__(self, *lists: Sequence[NamedModel]) -> None:
         self.lists = lists
@@ -353,8 +352,7 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
 
 
 class ModelListing:
-    """The endpoints about models. `named`: those that requests name by `model`; `pipelines`: those
-    of `POST /`."""
+    """The endpoints about models. `named`: those of /v1; `pipelines`: those of `POST /`."""
 
     def __init__(self, named: ModelGroup, pipelines: Sequence[NamedModel]) -> None:
         self.named = named
@@ -408,8 +406,7 @@ class ModelListing:
         errors=[403],
     )
     async def unload(self, request: Request) -> LoadResponse:
-        """Unload a model once what runs on it has finished, or end its load; new requests load it
-        again."""
+        """Unload a model once its work has finished, or end its load. New requests load it."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:

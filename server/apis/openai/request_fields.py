@@ -358,8 +358,7 @@ def decode(
     """Return a checked request, with the id of its model by `id_for`.
 
     InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
-    within them, are refused before their entries are converted.
-    """
+    within them, are refused before their entries are converted."""
     limit_lists(document, kind, max_entries)
     request = convert_body(document, kind, scope)
     request.model = id_for(request.model)
@@ -478,8 +477,7 @@ def required(value: T | None, path: str) -> T:
 def read_inputs(inputs: Any, param: str) -> dict[str, str | tuple[int, ...]]:
     """Return texts or token ids by path; `param` itself for a single one.
 
-    Raises InvalidInput if one is empty, or if a list mixes texts and token ids.
-    """
+    Raises InvalidInput if one is empty, or if a list mixes texts and token ids."""
     if not inputs:
         raise InvalidInput.at(param, "must not be empty")
     kind = str if isinstance(inputs, str) else type(inputs[0])

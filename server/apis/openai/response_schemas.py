@@ -16,8 +16,7 @@ def encode_now(struct: T) -> T:
     """Return the struct as encoded JSON, to be inserted into a larger response.
 
     A response with hundreds of thousands of log-probabilities would take much memory as structs,
-    and encoding it in one call would block other threads for long.
-    """
+    and encoding it in one call would block other threads for long."""
     return cast(T, Raw(json.encode(struct)))
 
 

@@ -416,8 +416,7 @@ def locate_in_list(error: InvalidInput, n: int) -> None:
 
 
 def may_be_json(body: bytes, media: str) -> bool:
-    """Return whether a body is JSON, by its media type, or by its first character: `curl -d '{…}'`
-    sends JSON as a form."""
+    """Return whether a body is JSON, by its type or start: `curl -d '{…}'` sends it as a form."""
     return media == JSON or (media == FORM and body[:64].lstrip().startswith((b"{", b"[")))
 
 

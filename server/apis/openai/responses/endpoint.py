@@ -431,8 +431,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return await self._in_stores(read, scope, id)
 
     async def _cancel(self, owner: Owner, id: str) -> None:
-        """Cancel a background response of any process, if there is one, and wait until it has
-        ended."""
+        """Cancel a background response of any process, if there is one, and wait for its end."""
         if job := self.jobs.find(BackgroundJob, owner.namespace, id):
             job.abort()
             await asyncio.wait([job.task])

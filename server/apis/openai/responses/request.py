@@ -160,8 +160,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("background", "cannot be combined with store: false")
 
     def callable_tools(self, items: Sequence[Document]) -> "ToolSet":
-        """Return the tools of the request and those of items, which replace earlier ones of their
-        names."""
+        """Return the tools of the request and of items; later ones replace those of their names."""
         tools = self.tools or []
         found, dropped = flatten_tools("tools", tools), dropped_types(tools)
         for item in items:
