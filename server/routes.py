@@ -29,13 +29,7 @@ from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
 from server.apis.openai.media import MediaLoader
-from server.apis.openai.models import (
-    ANY_MODEL,
-    ModelGroup,
-    ModelListing,
-    NamedModel,
-    add_aliases,
-)
+from server.apis.openai.models import ANY_MODEL, ModelGroup, ModelListing, NamedModel, add_aliases
 from server.apis.openai.responses.conversations import Conversations
 from server.apis.openai.responses.endpoint import Responses
 from server.apis.openai.responses.store import ResponseStore

@@ -175,11 +175,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         )
         self.stop = self.stop_sequences
         return self._input(
-            prompt,
-            None,
-            tool_policy=policy,
-            thinking_tokens=thinking,
-            thinking_is_optional=True,
+            prompt, None, tool_policy=policy, thinking_tokens=thinking, thinking_is_optional=True
         )
 
     def _reasoning(self) -> tuple[int | None, str]:

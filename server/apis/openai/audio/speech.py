@@ -10,6 +10,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from anyio.to_thread import run_sync
@@ -156,14 +157,8 @@ class SpeechEndpoint(BodyEndpoint[SpeechTask]):
         seed = self.settings.default_seed if seed is None else seed
         values = {"voice": name, "speed": request.speed, "seed": seed}
         parameters = {name: value for name, value in values.items() if value is not None}
-        return (
-            request,
-            model,
-            [
-                SpeechInput(sentence, parameters, is_part=len(sentences) > 1)
-                for sentence in sentences
-            ],
-        )
+        speak = partial(SpeechInput, parameters=parameters, is_part=len(sentences) > 1)
+        return request, model, [*map(speak, sentences)]
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: SpeechTask) -> None:
         body, model, payloads = request
