@@ -186,8 +186,7 @@ def served_models(
 
 
 def count_later_caches(models: Mapping[str, ServedModel], entry: ModelEntry) -> int:
-    """Return how many models beside one may still take memory for a KV cache: one of all those of
-    the hub cache."""
+    """Return how many other models may still make a KV cache: one of all those of the hub cache."""
     later = sum(m.has_cache and not m.is_loaded for m in models.values() if m.name != entry.name)
     return later + entry.settings.models_from_cache
 

@@ -100,8 +100,7 @@ def scan(
 
 
 def _checkpoints(cache: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the folder of each revision in the cache, OWNER/NAME[@REVISION] without `main`, and
-    each GGUF file in it."""
+    """Yield each revision's folder, OWNER/NAME[@REVISION] without `main`, and its GGUF files."""
     for repository in _entries(cache):
         kind, _, id = repository.name.partition("--")
         for ref in _entries(repository / "refs") if kind == "models" else ():

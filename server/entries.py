@@ -19,8 +19,7 @@ OF_DEFAULT_MODEL: Mapping[str, Any] = {"chat_template": "auto", "decision_config
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """`settings` have the model's own options. `name` is the kind's for its first model, and
-    kind:name for others."""
+    """`settings` have the model's options. `name`: the kind, of its first model, or kind:name."""
 
     kind: str
     name: str

@@ -191,8 +191,7 @@ def drain_on_signal(
     503, then call the previous handler.
 
     uvicorn would close its listeners and wait, while accepted requests still wait for a model.
-    A second signal ends the wait at once. Returns a function that restores the handlers.
-    """
+    A second signal ends the wait at once. Returns a function that restores the handlers."""
     previous: dict[int, Callable[[int, FrameType | None], object]] = {}
 
     def restore() -> None:

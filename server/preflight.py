@@ -338,8 +338,7 @@ def set_openmp_variables(cores: Cores) -> None:
 
 
 def limit_kernel_caches() -> None:
-    """Set the environment of oneDNN and torch, which are about to be loaded; the operator's own
-    variables stay."""
+    """Set the environment of oneDNN and torch before their import; the operator's own stays."""
     for name, count in KERNEL_CACHES.items():
         os.environ.setdefault(name, count)
 
@@ -385,8 +384,7 @@ def check_socket(path: str) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise SettingsError unless the server can listen there: uvicorn binds while the model is
-    loading already."""
+    """Raise SettingsError unless the server can listen there: uvicorn binds during the load."""
     given_host, given_port = _flag_or_variable("host", host), _flag_or_variable("port", str(port))
     if not 0 <= port < 65536:
         raise SettingsError(f"{given_port}: must be 0 to 65535")
@@ -414,8 +412,7 @@ def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str |
     """Return the flags with MODEL under its setting, and `none` for models without a flag. Of a
     list of models, the first one decides.
 
-    Raises SettingsError if there is no such model, or if a flag names another one for its
-    setting."""
+    Raises SettingsError if there is no such model, or a flag names one for its setting, too."""
     entry = split_entries(model)[0]
     _, path, _ = split_entry(entry)
     check_model("MODEL", entry, path)

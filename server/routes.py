@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
-from server.apis.anthropic.schemas import TokenCount
+from server.apis.anthropic.endpoint import COUNT_TOKENS, MessagesEndpoint, TokenCount
+from server.apis.anthropic.request import CountTokensRequest
 from server.apis.openai.adapters import AdapterControl
-from server.apis.openai.audio.endpoint import OPERATIONS, SpeechEndpoint
-from server.apis.openai.audio.speech import SynthesisEndpoint
+from server.apis.openai.audio.endpoint import OPERATIONS, TranscriptionEndpoint
+from server.apis.openai.audio.speech import SpeechEndpoint
 from server.apis.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
 from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import BatchStore, FolderInUse
@@ -29,13 +29,7 @@ from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
 from server.apis.openai.media import MediaLoader
-from server.apis.openai.models import (
-    ANY_MODEL,
-    ModelGroup,
-    ModelListing,
-    NamedModel,
-    add_aliases,
-)
+from server.apis.openai.models import ANY_MODEL, ModelGroup, ModelListing, NamedModel, add_aliases
 from server.apis.openai.responses.conversations import Conversations
 from server.apis.openai.responses.endpoint import Responses
 from server.apis.openai.responses.store import ResponseStore
@@ -59,7 +53,7 @@ from server.http.health import health, ready, version
 from server.http.operation import TEXT, Operation, OperationRoute, routes_of
 from server.http.upload import Uploads
 from server.openapi.document import openapi_route
-from server.web.page import Assets, IndexPage, ReferencePage
+from server.web.page import IndexPage, asset, reference
 from worker.tasks import SPEECH_TASK
 
 SPEECH = "speech"  # kind of the models of /v1/audio/speech, which are pipelines
@@ -72,11 +66,10 @@ def make_routes(
     entries: Sequence[ModelEntry],
     models: Mapping[str, Sequence[NamedModel]],
 ) -> tuple[list[OperationRoute], JobRunner]:
-    """Return the routes, and the runner of the requests without a connection. `models`: those that
-    a request may name."""
+    """Return the routes, and the runner of jobs. `models`: those that a request may name."""
     named = ModelGroup(*models.values())
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
-    routes += routes_of(IndexPage(settings, worker_client), health, ready, version)
+    routes += routes_of(IndexPage(settings, worker_client).index, health, ready, version)
     routes += routes_of(debug_queue, load, reset_prefix_cache)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
@@ -90,6 +83,7 @@ def make_routes(
         store = open_store(settings)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
+        counting = MessagesEndpoint(*shared, CountTokensRequest)
         routes += [
             *routes_of(completions := ChatCompletions(*shared), Completions(*shared)),
             *routes_of(Infill(*shared)),
@@ -97,7 +91,7 @@ def make_routes(
             *Responses(*shared, store, jobs).routes(),
             *Conversations(store, chat).routes(),
             *routes_of(MessagesEndpoint(*shared)),
-            OperationRoute(COUNT_TOKENS, PromptEndpoint(CountTokensEndpoint(*shared), TokenCount)),
+            OperationRoute(COUNT_TOKENS, PromptEndpoint(counting, TokenCount)),
             OperationRoute(DECISIONS, decisions),
             OperationRoute(SYSTEM_ONE, system_one),
             *adapters.routes(),
@@ -119,7 +113,7 @@ def make_routes(
         order = sorted(texts, key=lambda kind: kind not in ("embedding", "rerank"))
         groups = ModelGroup(*texts.values()), ModelGroup(*(texts[kind] for kind in order))
         routes += tokenizer_routes(settings, worker_client, *groups)
-    routes += routes_of(Assets(), ReferencePage())
+    routes += routes_of(asset, reference)
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {
             route.path: route.endpoint for route in routes if "POST" in (route.methods or ())
@@ -192,9 +186,9 @@ def scoring_and_speech_routes(
     if embedders := models.get("embedding"):
         group = ModelGroup(embedders)
         for operation in (*EMBEDDINGS, SIMILARITY):
-            endpoint = EmbeddingEndpoint if operation.takes_lines else ScoringEndpoint
+            app = EmbeddingEndpoint if operation.takes_lines else ScoringEndpoint
             kind: Any = operation.request
-            yield OperationRoute(operation, endpoint(settings, worker_client, group, kind))
+            yield OperationRoute(operation, app(settings, worker_client, group, kind))
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
@@ -205,9 +199,10 @@ def scoring_and_speech_routes(
     if hearing := [models[kind] for kind in ("transcription", "generation") if kind in models]:
         group, uploads = ModelGroup(*hearing), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():
-            yield OperationRoute(operation, SpeechEndpoint(worker_client, group, uploads, kind))
+            endpoint = TranscriptionEndpoint(worker_client, group, uploads, kind)
+            yield OperationRoute(operation, endpoint)
     if speakers := models.get(SPEECH):
-        speech = SynthesisEndpoint(settings, worker_client, ModelGroup(speakers))
+        speech = SpeechEndpoint(settings, worker_client, ModelGroup(speakers))
         yield from routes_of(speech, speech.voices)
 
 

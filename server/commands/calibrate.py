@@ -131,11 +131,10 @@ def run(model: str | None, **flags: Any) -> None:
 
 
 def calibrate(app: Application, options: Options, echo: Echo, progress: Echo) -> Outcome:
-    """Print the settings for the best stage; return it, and the signal that ended the search. The
-    stage is None if no rate holds the percentile.
+    """Print the settings for the best stage; return it, None if no rate holds the percentile, and
+    the signal that ended the search.
 
-    Raises SettingsError for a model that is not served or cannot be loaded, and for an input that
-    it refuses."""
+    Raises SettingsError for a model that is not served or loaded, and for an input it refuses."""
     configure_log()
     logging.getLogger("onequeue.worker_client").setLevel(logging.WARNING)
     return asyncio.run(_calibrate(app, options, echo, progress))

@@ -104,8 +104,7 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[ResponseReader, tuple
 
 
 def tokenizer_for(source: str, folder: str | None) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with this chat template and no response template; without a folder, a
-    byte-level one."""
+    """Return a tokenizer with this chat template alone; without a folder, a byte-level one."""
     if folder:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.chat_template, tokenizer.response_template = source, None
@@ -146,8 +145,7 @@ def fail(reason: str) -> NoReturn:
 
 
 def report(template: ChatTemplate, stop_tokens: tuple[str, ...]) -> dict[str, Any]:
-    """Return the report. `stop_tokens`: the checkpoint's; the template's end of a turn is listed
-    beside them."""
+    """Return the report. `stop_tokens`: the checkpoint's, beside the template's end of a turn."""
     formats = {
         "calls": _calls(template),
         "thoughts": _reasoning(template),

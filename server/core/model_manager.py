@@ -381,8 +381,7 @@ class ModelManager:
             self._want(entry)
 
     def request_unload(self, entry: Residency) -> None:
-        """Unload a model that is ready, once what runs on it has finished. End its load if it is
-        being loaded."""
+        """Unload a model that is ready, once its work has finished; end the load of another."""
         if entry in self._loads:
             self._loads.remove(entry)
             self._on_cancelled(entry)

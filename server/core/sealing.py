@@ -15,8 +15,7 @@ _NONCE_BYTES = _TAG_BYTES = 16
 
 
 def seal(text: str) -> str:
-    """Return a text encrypted and authenticated (a SHAKE-256 key stream, then keyed BLAKE2b), in
-    base64."""
+    """Return a text in base64: SHAKE-256 encrypts it, keyed BLAKE2b authenticates it."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     sealed = nonce + _apply_key_stream(nonce, text.encode())
     return base64.b64encode(sealed + _tag(sealed)).decode()

@@ -15,7 +15,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from dotenv import dotenv_values, load_dotenv
 
@@ -265,10 +265,7 @@ class Settings:
     cors_origins: tuple[str, ...] = setting(
         (),
         "comma-separated origins of web pages, or *",
-        part=(
-            r"\*|null|[\w+.-]+://[^\s/*]+",
-            "origins like https://their.site, or *",
-        ),
+        part=(r"\*|null|[\w+.-]+://[^\s/*]+", "origins like https://their.site, or *"),
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -314,8 +311,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(**values)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterReference:
+class AdapterReference(NamedTuple):
     """A LoRA adapter as an entry of LORA names it. `base`: a chat model; empty: the first."""
 
     entry: str
@@ -325,13 +321,8 @@ class AdapterReference:
 
 
 def parse_adapters(settings: Settings) -> list[AdapterReference]:
-    references = []
-    for entry in settings.lora:
-        match = ADAPTER.fullmatch(entry)
-        assert match, "the settings check it"
-        name, path, base = match.groups(default="")
-        references.append(AdapterReference(entry, name, path, base))
-    return references
+    matches = filter(None, map(ADAPTER.fullmatch, settings.lora))  # all do: they are checked
+    return [AdapterReference(match[0], *match.groups(default="")) for match in matches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,8 +480,7 @@ def load_env_file(file: str) -> None:
 
 
 def _entry_of(where: str, entry: object, main: str) -> str:
-    """Return an entry of the file as the text of an entry of the setting. `main`: the key that a
-    table needs."""
+    """Return an entry of the file as the setting's text. `main`: the key that a table needs."""
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, dict) or not isinstance(entry.get(main), str):

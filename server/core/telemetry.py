@@ -71,10 +71,7 @@ class Telemetry:
         self._tracer = tracers.get_tracer(SCOPE, __version__)
         self._propagator = TraceContextTextMapPropagator()
         meter = meters.get_meter(SCOPE, __version__)
-        in_seconds: dict[str, Any] = {
-            "unit": "s",
-            "explicit_bucket_boundaries_advisory": SECONDS,
-        }
+        in_seconds: dict[str, Any] = {"unit": "s", "explicit_bucket_boundaries_advisory": SECONDS}
         self._duration = meter.create_histogram(DURATION, **in_seconds)
         self._first_token = meter.create_histogram(FIRST_TOKEN, **in_seconds)
         per_token = in_seconds | {"explicit_bucket_boundaries_advisory": TOKEN_SECONDS}
@@ -89,8 +86,7 @@ class Telemetry:
         metrics.observer, metrics.max_reports = self._record_report, 1  # without delay
 
     def record_request(self, scope: Scope, path: str, ended: float) -> None:
-        """Record a request whose response has ended. `path`: of its route; times in monotonic
-        seconds."""
+        """Record a request. `path`: of its route; `ended`: in monotonic seconds."""
         record: RequestRecord = scope["record"]
         attributes = {"gen_ai.provider.name": SCOPE}
         if record.model:

@@ -62,8 +62,7 @@ class Pool(Generic[T]):
 
     Daemon threads: a stuck call does not block the exit. A thread switch costs more than the work
     on a short text, so several items share a call; images, which take long, spread over the
-    threads.
-    """
+    threads."""
 
     def __init__(self, name: str, threads: int, work: Callable[[list[T]], None]) -> None:
         self.work = work
@@ -189,8 +188,7 @@ class WorkerClient:
             self.loop.call_soon_threadsafe(function, *args)
 
     def wake_reader(self, wake: Callable[[], None]) -> None:
-        """Call the function that wakes a stream's reader, at once or together with those of
-        others."""
+        """Call the function that wakes a stream's reader, at once or with those of others."""
         if self.readers <= FEW_READERS:
             wake()
             return
@@ -450,8 +448,7 @@ class Submission(Generic[Result]):
     """A request's work items: a context manager that holds their slots.
 
     Their futures get the results of the model's engine, DeadlineExceeded, or ClientGone if the
-    client disconnects. Raises a Refused if the items are not accepted.
-    """
+    client disconnects. Raises a Refused if the items are not accepted."""
 
     worker_client: WorkerClient
     model: str

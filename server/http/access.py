@@ -36,8 +36,7 @@ MAX_FLOWS = 256
 
 
 def identify(scope: Scope, keyring: Keyring, rules: CrossSiteRules) -> None:
-    """Set the request's context, and count the request. HttpError and InvalidInput where a check
-    refuses it."""
+    """Set the request's context, and count it. HttpError or InvalidInput if it is refused."""
     key = key_from_headers(scope, keyring)
     if not keyring.required:
         rules.check(scope)
@@ -50,8 +49,7 @@ def identify(scope: Scope, keyring: Keyring, rules: CrossSiteRules) -> None:
 
 
 def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey:
-    """Return the request's API key, NO_KEY where none is needed. HttpError (401) if it is not
-    valid."""
+    """Return the request's API key, NO_KEY where none is needed. HttpError (401) if invalid."""
     path = route_path(scope)
     if path == "/metrics" and not any(map(keyring.may_read_metrics, keys_in(scope))):
         raise unauthorized("a key of METRICS_KEYS is needed: Authorization: Bearer KEY")
@@ -127,8 +125,7 @@ def priority_of(scope: Scope, key: ApiKey) -> Priority:
 
 
 def flow_of(scope: Scope) -> int:
-    """Return the number of a request's flow, by a gateway's header, else by an agent's session; 0
-    where there is none."""
+    """Return the number of a request's flow, by the first of FLOW_HEADERS; 0 if it has none."""
     headers = dict(scope["headers"])
     for name in FLOW_HEADERS:
         if value := headers.get(name):

@@ -31,21 +31,15 @@ def log_request(scope: Scope) -> None:
     """Log a request whose response has ended, with 499 if the client left before one began."""
     if (path := route_path(scope)) in PROBES:
         return
-    address = scope["client"][0] if scope.get("client") else "unix"
-    fields: dict[str, Any] = {
-        "method": scope["method"],
-        "path": path,
-        "status": scope["record"].status or 499,
-        "seconds": round(scope["record"].seconds, 4),
-        "client": address,
-    }
-    _log("request", scope, fields)
+    record, client = scope["record"], scope["client"][0] if scope.get("client") else "unix"
+    fields = {"method": scope["method"], "path": path, "status": record.status or 499}
+    _log("request", scope, fields | {"seconds": round(record.seconds, 4), "client": client})
 
 
 def log_background(scope: Scope, response: str, status: str) -> None:
     """Log the end of a background response. `response`: its id."""
-    fields = {"response": response, "status": status, "seconds": round(scope["record"].seconds, 4)}
-    _log("background", scope, fields)
+    seconds = round(scope["record"].seconds, 4)
+    _log("background", scope, {"response": response, "status": status, "seconds": seconds})
 
 
 def _log(message: str, scope: Scope, fields: dict[str, Any]) -> None:

@@ -34,11 +34,7 @@ MEDIA_TYPES = {
     "video": ("video/", *BINARY),
 }
 REDIRECTS = (301, 302, 303, 307, 308)
-HEADERS = [
-    ("Accept-Encoding", "identity"),
-    ("Connection", "close"),
-    ("User-Agent", "onequeue"),
-]
+HEADERS = [("Accept-Encoding", "identity"), ("Connection", "close"), ("User-Agent", "onequeue")]
 
 
 class NotFetched(Exception):

@@ -100,8 +100,7 @@ class Form:
         return self._path
 
     def pass_on(self, take: Callable[[str], T]) -> T:
-        """Return the result of `take`, which moves the file from the path that it gets. Raises the
-        errors of `path`."""
+        """Return the result of `take`, which gets the path and moves the file. Errors of `path`."""
         with self._lock:
             result = take(self.path)
             self._path = ""

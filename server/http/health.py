@@ -88,10 +88,8 @@ async def ready(request: Request) -> Ready:
         if model.has_cache:
             response.compile = model.compile_state
         if name == "pipeline":
-            response.task, response.model = (
-                "decision" if model.generates else info.task,
-                info.model,
-            )
+            response.task = "decision" if model.generates else info.task
+            response.model = info.model
             response.takes, response.mask_token = TASKS[response.task].kind, info.mask or UNSET
         else:
             setattr(response, "chat_model" if model.generates else f"{name}_model", info.model)

@@ -76,8 +76,7 @@ def heavy_limiter() -> anyio.CapacityLimiter:
 async def in_thread(
     work: Callable[[A], T], argument: A, deadline: float, limiter: anyio.CapacityLimiter | None
 ) -> T:
-    """Run a function in a pool thread. Raises DeadlineExceeded if it has not ended by the
-    deadline."""
+    """Run a function in a pool thread. Raises DeadlineExceeded at the deadline."""
     try:
         with anyio.fail_after(deadline - time.monotonic()):
             return await anyio.to_thread.run_sync(work, argument, limiter=limiter)

@@ -23,7 +23,6 @@ class LoopBudget:
                 self._until = time.monotonic() + MAX_TURN_S
 
     async def rest(self) -> None:
-        """Return REST_S later, one task after the other: input that was refused holds no slot and
-        counts no tokens."""
+        """Return REST_S later, one task after the other: refused input has no other price."""
         async with self._resting:
             await asyncio.sleep(REST_S)

@@ -31,8 +31,7 @@ class Operation:
     Alternatives to the response: `stream` describes events, `others` are media types of text,
     `alternatives` are other structs or schemas. `errors` are the statuses beyond 401, 403, 405,
     421, 500 and those that follow from the declaration: 404 of a path with a parameter and of a
-    request with a `model`, 400 of a query, BODY_ERRORS of a request body. `error` is their body.
-    """
+    request with a `model`, 400 of a query, BODY_ERRORS of a request body. `error` is their body."""
 
     key: str  # method and path
     summary: str

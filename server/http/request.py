@@ -340,8 +340,7 @@ async def send_json(
     headers: Sequence[Header] = (),
     media: bytes = JSON,
 ) -> None:
-    """Send a whole response: a document as JSON, or bytes of a media type. `headers` follow the
-    content's own."""
+    """Send a whole response: a document as JSON, or bytes of a media type."""
     content = document if isinstance(document, bytes) else to_json(document)
     del document  # a client may take long to read the content
     await send_parts(send, [content], headers, status, media)

@@ -158,8 +158,7 @@ class SpooledResponse:
         return piece
 
     async def _spool(self) -> bool:
-        """Move the buffer to the file. Return False if it has no room, or the client has to
-        read."""
+        """Move the buffer to the file. Return False without room, or if the client has to read."""
         size = len(self._buffer)
         if not self.client_sends or not self._budget.take(self._client, size):
             return False

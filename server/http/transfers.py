@@ -18,8 +18,7 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """The bytes of one request: those it holds, and those moved while the server waited for the
-    client."""
+    """The bytes that a request holds, and those moved while the server waited for the client."""
 
     def __init__(self) -> None:
         self.held = 0

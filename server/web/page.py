@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
 from server import __version__
 from server.core.settings import Settings
@@ -43,31 +42,27 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
+PAGE_HEADERS = {**HEADERS, "content-security-policy": CONTENT_SECURITY_POLICY}
 FILES = StaticFiles(directory=ASSETS)
 MAX_TAGS = 1000  # bytes of If-None-Match that are read
 
 
-@Operation(
-    "GET /",
-    "A page for browsers; examples with curl for other clients",
-    {HTML: {"type": "string"}, TEXT: {"type": "string"}},
-)
 @dataclass(eq=False)
 class IndexPage:
-    """`GET /`."""
-
     settings: Settings
     worker_client: WorkerClient
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["counted_as"] = ASSETS_PATH  # keeps the page out of the pipeline's latency
-        request = Request(scope)
-        headers = {**HEADERS, "vary": "accept"}
+    @Operation(
+        "GET /",
+        "A page for browsers; examples with curl for other clients",
+        {HTML: {"type": "string"}, TEXT: {"type": "string"}},
+    )
+    async def index(self, request: Request) -> Response:
+        request.scope["counted_as"] = ASSETS_PATH  # keeps the page out of the pipeline's latency
         if "text/html" in request.headers.get("accept", "").lower():
-            headers["content-security-policy"] = CONTENT_SECURITY_POLICY
-            return await send_file(scope, receive, send, "index.html", headers)
-        response = Response(self.plain_text(request), headers=headers, media_type="text/plain")
-        await response(scope, receive, send)
+            return await file_response(request, "index.html", {**PAGE_HEADERS, "vary": "accept"})
+        headers = {**HEADERS, "vary": "accept"}
+        return Response(self.plain_text(request), headers=headers, media_type="text/plain")
 
     def info(self, name: str) -> ModelInfo | None:
         """Return a model's description; None while it is not served."""
@@ -91,30 +86,23 @@ class IndexPage:
 
 
 @Operation("GET /docs", "The reference of the API, for browsers", {HTML: {"type": "string"}})
-class ReferencePage:
-    """`GET /docs`."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {**HEADERS, "content-security-policy": CONTENT_SECURITY_POLICY}
-        await send_file(scope, receive, send, "reference.html", headers)
+async def reference(request: Request) -> Response:
+    return await file_response(request, "reference.html", PAGE_HEADERS)
 
 
 @Operation(f"GET {ASSETS_PATH}", "A file of the page", {"*/*": {}})
 @Operation("GET /favicon.ico", "The icon of the page", {"image/svg+xml": {}})
-class Assets:
-    """`GET /assets/…`, and the icon at /favicon.ico."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = scope["path_params"].get("name", "icon.svg")
-        await send_file(scope, receive, send, name, HEADERS)
+async def asset(request: Request) -> Response:
+    return await file_response(request, request.path_params.get("name", "icon.svg"), HEADERS)
 
 
-async def send_file(
-    scope: Scope, receive: Receive, send: Send, name: str, headers: Mapping[str, str]
-) -> None:
-    """Send a file of the page, or 304 if the client has it. Files are sent whole."""
-    tags = [(key, value[:MAX_TAGS]) for key, value in scope["headers"] if key == b"if-none-match"]
-    scope = {**scope, "headers": tags}
-    response = await FILES.get_response(name, scope)
+async def file_response(request: Request, name: str, headers: Mapping[str, str]) -> Response:
+    """Return a file of the page, or 304 if the client has it. Files are sent whole."""
+    request.scope["headers"] = [
+        (key, value[:MAX_TAGS] if key == b"if-none-match" else value)
+        for key, value in request.scope["headers"]
+        if key != b"range"
+    ]
+    response = await FILES.get_response(name, request.scope)
     response.headers.update(headers)
-    await response(scope, receive, send)
+    return response

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from server.apis.openai.audio.endpoint import SpeechEndpoint
+from server.apis.openai.audio.endpoint import TranscriptionEndpoint
 from server.http.form import PREFIX, Form
 from server.http.upload import Uploads
 from tests.event_streams import CLIENT
@@ -115,7 +115,7 @@ def started_upload(server: Server, waits: bool = True) -> Iterator[socket.socket
 
 def uploads(server: Server) -> Uploads:
     [endpoint] = [route.app for route in server.app.routes if route.path == PATH]
-    assert isinstance(endpoint, SpeechEndpoint)
+    assert isinstance(endpoint, TranscriptionEndpoint)
     return endpoint.uploads
 
 

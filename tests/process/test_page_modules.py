@@ -61,7 +61,7 @@ CASES = {
         "2 * 3 ~5</p>"
     ),
     "***a*** `b``c` \\*d\\*": (
-        "<p><em><strong>a</strong></em> <code>b``c</code> *d*</p>"
+        "<p><strong><em>a</em></strong> <code>b``c</code> *d*</p>"
     ),
     "# A #\n#### B": "<h3>A</h3><h6>B</h6>",
     "1. one\n   more\n\n   - two\n2. three\n- four": (

@@ -100,8 +100,7 @@ class Thinking(Struct, tag_field="type", tag="thinking"):
     signature: str | None = None
 
     def reasoning(self) -> str:
-        """Return the text. The signature has the text that was not shown; that of another server
-        is ignored."""
+        """Return the text; one that was not shown is in the signature, if this server sealed it."""
         return self.thinking or unseal(self.signature or "") or ""
 
 
@@ -152,8 +151,7 @@ def to_template_messages(
 
 
 class Conversion:
-    """A conversation in the chat template's form. `functions`: the called ones, by the call's
-    id."""
+    """A conversation in the chat template's form. `functions`: names, by the calls' ids."""
 
     def __init__(self) -> None:
         self.messages: list[Document] = []

@@ -8,15 +8,11 @@ Each stretch of reasoning, text or arguments is a block. A failure is the event 
 
 import secrets
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
 
 from server.apis.anthropic.request import MessagesRequest
-from server.apis.anthropic.schemas import (
-    MessageBlock,
-    MessageResponse,
-    MessageUsage,
-    OutputTokensDetails,
-    StopReason,
-)
 from server.apis.openai.chat import CallIdFactory
 from server.apis.openai.endpoint import MAX_INLINE_ENTRIES, ResponseBuilder, consume
 from server.core.delta_stream import UsageCounts
@@ -27,8 +23,57 @@ from server.http.sse import named_frame
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat, GenerationInput
 
+# The type of a block's deltas, and their field.
+DELTA_FIELDS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 PING = named_frame({"type": "ping"})
 INLINE_CHARS = 4096 // MAX_INLINE_ENTRIES  # per entry: longer deltas are encoded in a pool thread
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
+
+
+class OutputTokensDetails(Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(Struct):
+    """The prompt's tokens are `input_tokens` and those read from the cache. Prefixes are cached
+    always, and at no cost: none is counted as created."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+
+
+class MessageBlock(Struct):
+    """A block of text, thinking, or the call of a tool."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class MessageResponse(Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
 
 
 class MessageBuilder(ResponseBuilder[Delta]):
@@ -116,15 +161,9 @@ class MessageBuilder(ResponseBuilder[Delta]):
         if not part.text:
             return
         self._texts.append(part.text)
-        if block.type == "text":
-            delta = {"type": "text_delta", "text": part.text}
-        elif block.type == "tool_use":
-            delta = {"type": "input_json_delta", "partial_json": part.text}
-        elif self._request.hides_thinking:
-            return
-        else:
-            delta = {"type": "thinking_delta", "thinking": part.text}
-        yield self._event("content_block_delta", delta=delta)
+        if not (block.type == "thinking" and self._request.hides_thinking):
+            type_, field = DELTA_FIELDS[block.type]
+            yield self._event("content_block_delta", delta={"type": type_, field: part.text})
 
     def _new_block(self, part: DeltaPart) -> MessageBlock:
         if part.kind == "content":

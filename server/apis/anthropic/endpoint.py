@@ -7,18 +7,35 @@ tokenizing the same input (apis/openai/tokenize.py).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Literal
 
+from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Scope
 
-from server.apis.anthropic.builder import MessageBuilder
+from server.apis.anthropic.builder import MessageBuilder, MessageResponse
 from server.apis.anthropic.request import CountTokensRequest, MessagesRequest
-from server.apis.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
 from server.apis.openai.endpoint import GenerationEndpoint, ParsedRequest
 from server.apis.openai.request_fields import decode
 from server.core.delta_stream import UsageCounts
 from server.http.json import parse_json
 from server.http.operation import Operation
+
+
+class AnthropicErrorDetails(Struct):
+    type: str
+    message: str
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class AnthropicError(Struct):
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
 
 COUNT_TOKENS = Operation(
     "POST /v1/messages/count_tokens",
@@ -31,8 +48,7 @@ COUNT_TOKENS = Operation(
 
 @dataclass(frozen=True)
 class ParsedMessagesRequest(ParsedRequest):
-    """`model_name`: as the client names the model. Claude Code sends thinking back only to a model
-    of the same name."""
+    """`model_name`: the client's. Claude Code sends thinking back to a model of that name only."""
 
     body: MessagesRequest
     model_name: str
@@ -46,8 +62,11 @@ class ParsedMessagesRequest(ParsedRequest):
     stream="With stream: true. message_start, events of the blocks, message_stop.",
     error=AnthropicError,
 )
+@dataclass(eq=False)
 class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
-    kind: ClassVar[Any] = MessagesRequest
+    """An endpoint for one kind of request. The app itself takes those of `/v1/messages`."""
+
+    kind: Any = MessagesRequest
 
     def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
         models, document = self.models, parse_json(body)
@@ -59,9 +78,3 @@ class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
         call_id = self.model_of(request).call_id
         body, [prompt] = request.body, request.inputs
         return MessageBuilder(body, request.model_name, prompt, usage, call_id)
-
-
-class CountTokensEndpoint(MessagesEndpoint):
-    """Reads the prompts whose tokens are counted."""
-
-    kind = CountTokensRequest

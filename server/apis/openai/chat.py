@@ -112,12 +112,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.tools or self.tool_choice:
             tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         prompt = conversation(
-            self,
-            self.messages,
-            tools,
-            self.reasoning_effort,
-            self.documents,
-            self.chat_template,
+            self, self.messages, tools, self.reasoning_effort, self.documents, self.chat_template
         )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(

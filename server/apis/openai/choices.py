@@ -68,8 +68,7 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> Iterator[K]:
-        """Yield a delta's choices, one per chunk. Log-probabilities that a choice contains are
-        removed from the delta."""
+        """Yield a delta's choices, one per chunk, and remove their log-probabilities from it."""
 
     def chunk(self, choices: list[K], usage: Usage | UnsetType | None) -> CompletionChunk:
         return CompletionChunk(**self.head, object=self.chunk_object, choices=choices, usage=usage)

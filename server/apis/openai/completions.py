@@ -103,12 +103,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if self.max_tokens == 0:
             common = replace(common, constraint=None)  # no text is generated
         return [
-            replace(
-                common,
-                prompt=prompt,
-                first_choice=number * n,
-                param=path,
-            )
+            replace(common, prompt=prompt, first_choice=number * n, param=path)
             for number, (path, prompt) in enumerate(prompts.items())
         ]
 

@@ -42,8 +42,7 @@ D = TypeVar("D")
 class ResponseBuilder(ABC, Generic[D]):
     """Builds one response from its deltas: server-sent events, or one document.
 
-    `streams`: the client has asked for events. `media_type` is that of a document.
-    """
+    `streams`: the client has asked for events. `media_type` is that of a document."""
 
     streams: bool
     media_type = b"application/json"
@@ -92,8 +91,7 @@ async def respond(
 ) -> None:
     """Send the response to a request that has been submitted.
 
-    `before_end` is awaited before the last event, or the document, is sent.
-    """
+    `before_end` is awaited before the last event, or the document, is sent."""
     if not builder.streams:
         deltas = await stream.collect()
         headers = [*stream.timing_headers(), *builder.headers]
@@ -156,8 +154,7 @@ async def build_events(
 ) -> AsyncIterator[bytes]:
     """Yield the events of a response, from its first deltas on.
 
-    An idle connection gets the builder's `keep_alive`; see EventStream.
-    """
+    An idle connection gets the builder's `keep_alive`; see EventStream."""
     for event in builder.start(deltas):
         yield event
     while True:
@@ -203,8 +200,7 @@ class BodyEndpoint(ABC, Generic[R]):
 
     @abstractmethod
     def parse(self, body: bytes, scope: Scope) -> R:
-        """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
-        thread."""
+        """Return the checked request, or raise InvalidInput. In a pool thread for large bodies."""
 
     async def read(self, incoming: IncomingRequest, body: bytes) -> R:
         """Return the checked request of a body. Raises InvalidInput."""
@@ -235,7 +231,7 @@ P = TypeVar("P", bound=ParsedRequest)
 class GenerationEndpoint(BodyEndpoint[P]):
     """An endpoint of the language model."""
 
-    images: MediaLoader
+    media: MediaLoader
 
     def model_of(self, request: P) -> NamedModel:
         return self.models.find(request.body.model)
@@ -252,7 +248,7 @@ class GenerationEndpoint(BodyEndpoint[P]):
         if not (isinstance(chat, Chat) and chat.media):
             return request
         check_media(chat, self.model_of(request).text_info)
-        chat = await self.images.load(incoming, chat)
+        chat = await self.media.load(incoming, chat)
         return replace(request, inputs=[replace(request.inputs[0], prompt=chat)])
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: P) -> None:

@@ -26,8 +26,7 @@ def prompt_fields(delta: Delta) -> dict[str, Any]:
 def prompt_logprob(chosen: TokenLogprob) -> dict[str, PromptLogprob] | None:
     """Return a prompt's token and the likeliest at its position, by token id.
 
-    None for the first token, which has no log-probability.
-    """
+    None for the first token, which has no log-probability."""
     if chosen.logprob is None:
         return None
     scores: dict[str, PromptLogprob] = {}

@@ -166,8 +166,7 @@ class MediaLoader:
     async def load(self, incoming: IncomingRequest, chat: Chat) -> Chat:
         """Return the chat with the bytes of its links; a disconnect or a failure cancels all.
 
-        Raises InvalidInput for a file that cannot be fetched, QueueFull, DeadlineExceeded or
-        ClientGone."""
+        InvalidInput for a file that cannot be fetched, QueueFull, DeadlineExceeded, ClientGone."""
         if not any(file.link for file in chat.media):
             return chat
         scope, queue = incoming.scope, self.worker_client.queue

@@ -113,8 +113,7 @@ class ToolCall(Struct):
     custom: CalledCustomTool | None = None
 
     def to_template(self, path: str) -> Document:
-        """Return the call in the chat template's form. Its arguments may be nested deeply: they are
-        not converted."""
+        """Return the call in the chat template's form. Arguments, which may be deep, stay as is."""
         if self.type == "custom":
             custom: CalledCustomTool = required(self.custom, f"{path}.custom")
             function: Document = {"name": custom.name, "arguments": {INPUT: custom.input}}
@@ -168,8 +167,7 @@ class Message(Struct):
     def _parts(
         self, parts: list[ContentPart], path: str
     ) -> tuple[str | list[Document], list[MediaInput], str]:
-        """Return the content as text, or as parts if there are media; the media; the thoughts of
-        an assistant."""
+        """Return the content as text, or as parts if there are media; the media; the reasoning."""
         documents: list[Document] = []
         media: list[MediaInput] = []
         thoughts: list[str] = []

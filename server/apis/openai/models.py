@@ -29,7 +29,6 @@ from server.http.json import JsonBodyParser, parse_json
 from server.http.operation import EVENTS, Operation, OperationRoute, routes_of
 from server.http.request import read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
-from worker.load_context import LoadProgress
 from worker.messages.adapters import Adapter
 from worker.messages.generation import PLURALS, SamplingDefaults
 from worker.messages.protocol import TextModel
@@ -197,8 +196,9 @@ class NamedModel:
     def status(self) -> ModelStatus:
         entry = self.residency
         if entry.is_loading:
-            progress = entry.model.progress
-            return ModelStatus("loading", progress.stage, progress_of(progress))
+            load = entry.model.progress
+            progress = Progress(load.done, load.total) if load.total else UNSET
+            return ModelStatus("loading", load.stage, progress)
         if entry.model.state == "failed":
             return ModelStatus("failed", failed=True, error=entry.failure)
         if entry.model.state == "ready":
@@ -207,10 +207,9 @@ class NamedModel:
 
     def load_event(self) -> LoadEvent:
         """Return the event of a model that is loading, ready or failed."""
-        entry, id = self.residency, self.id
-        if entry.is_loading:
-            progress = entry.model.progress
-            return LoadEvent("loading", id, progress.stage, progress_of(progress))
+        entry, id, status = self.residency, self.id, self.status()
+        if status.value == "loading":
+            return LoadEvent("loading", id, status.stage, status.progress)
         if entry.is_ready:
             return LoadEvent("ready", id, cached=False)
         return LoadEvent("error", id, message=entry.failure or "the model was unloaded")
@@ -269,8 +268,7 @@ class UnknownModel(HttpError):
 
 
 class ModelGroup:
-    """The models that an endpoint serves, in lists that may grow. The first one serves requests
-    that name none."""
+    """The models of an endpoint, in lists that may grow. The first serves unnamed requests."""
 
     def __init__(self, *lists: Sequence[NamedModel]) -> None:
         self.lists = lists
@@ -328,10 +326,6 @@ class ModelGroup:
         return self.find(name).id
 
 
-def progress_of(progress: LoadProgress) -> Progress | UnsetType:
-    return Progress(progress.done, progress.total) if progress.total else UNSET
-
-
 def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
     """Add the names of `ALIAS=NAME` to the models; a `*` in an alias stands for any text. Raises
     SettingsError for one that is taken, or for an unknown model."""
@@ -358,8 +352,7 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
 
 
 class ModelListing:
-    """The endpoints about models. `named`: those that requests name by `model`; `pipelines`: those
-    of `POST /`."""
+    """The endpoints about models. `named`: those of /v1; `pipelines`: those of `POST /`."""
 
     def __init__(self, named: ModelGroup, pipelines: Sequence[NamedModel]) -> None:
         self.named = named
@@ -413,8 +406,7 @@ class ModelListing:
         errors=[403],
     )
     async def unload(self, request: Request) -> LoadResponse:
-        """Unload a model once what runs on it has finished, or end its load; new requests load it
-        again."""
+        """Unload a model once its work has finished, or end its load. New requests load it."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from threading import Lock
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
@@ -29,13 +30,7 @@ from server.apis.openai.response_format import (
 )
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
-from worker.messages.generation import (
-    Chat,
-    Constraint,
-    GenerationInput,
-    Sampling,
-    Stopping,
-)
+from worker.messages.generation import Chat, Constraint, GenerationInput, Sampling, Stopping
 
 MAX_STOPS = 16
 MAX_IDS = 1024  # token ids in logit_bias, stop_token_ids or allowed_token_ids
@@ -255,8 +250,8 @@ class GenerationRequest(Struct, kw_only=True):
     def _constraint(self) -> Constraint | None:
         """Return the constraint on the output, None for free text."""
         (path, output_format), structured = self.output_format, self.structured_outputs
-        given = {name: getattr(self, name) for name in CONSTRAINT_FIELDS}
-        given = {name: value for name, value in given.items() if value not in (None, "", [])}
+        fields = ((name, getattr(self, name)) for name in CONSTRAINT_FIELDS)
+        given = {name: value for name, value in fields if value not in (None, "", [])}
         if given:
             [(name, value), *others] = given.items()
             if others or structured:
@@ -362,8 +357,7 @@ def decode(
     """Return a checked request, with the id of its model by `id_for`.
 
     InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
-    within them, are refused before their entries are converted.
-    """
+    within them, are refused before their entries are converted."""
     limit_lists(document, kind, max_entries)
     request = convert_body(document, kind, scope)
     request.model = id_for(request.model)
@@ -453,11 +447,15 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error), kind, document)
-        value = _value_at(document, param) if message == "expected int, got float" else None
-        if isinstance(value, float) and abs(value) >= 1 << 63:  # as the parser reads it
-            message = f"the integer {value:g} has more than 64 bits"
+        value = _value_at(document, param)
+        if message == "expected int, got float" and isinstance(value, float):
+            if abs(value) >= 1 << 63:  # as the parser reads it
+                message = f"the integer {value:g} has more than 64 bits"
         elif message.startswith("expected") and ", got" not in message:
-            message += _actual_value(document, param, "length" in message)
+            if "length" in message and isinstance(value, (str, list, dict)):
+                message += f", not {len(value)}"
+            elif "length" not in message and not isinstance(value, (list, dict, NoneType)):
+                message += f", not {repr(value)[:50]}"
         raise InvalidInput.at(param, message) from None
 
 
@@ -478,8 +476,7 @@ def required(value: T | None, path: str) -> T:
 def read_inputs(inputs: Any, param: str) -> dict[str, str | tuple[int, ...]]:
     """Return texts or token ids by path; `param` itself for a single one.
 
-    Raises InvalidInput if one is empty, or if a list mixes texts and token ids.
-    """
+    Raises InvalidInput if one is empty, or if a list mixes texts and token ids."""
     if not inputs:
         raise InvalidInput.at(param, "must not be empty")
     kind = str if isinstance(inputs, str) else type(inputs[0])
@@ -523,16 +520,6 @@ def _explain(error: str, kind: Any, document: Document) -> tuple[str, str]:
         return f"must be {' or '.join(accepted)}, not {value[1][:50]!r}", path
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
-
-
-def _actual_value(document: Document, path: str, is_length: bool) -> str:
-    """Return ", not …" with the value at a path, or its length; empty if the path is not exact."""
-    node = _value_at(document, path)
-    if node is None:
-        return ""
-    if is_length:
-        return f", not {len(node)}" if isinstance(node, (str, list, dict)) else ""
-    return "" if isinstance(node, (list, dict)) else f", not {repr(node)[:50]}"
 
 
 def _value_at(document: Document, path: str) -> Any:

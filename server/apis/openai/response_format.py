@@ -28,8 +28,7 @@ class JsonSchema(Struct):
 class ResponseFormat(Struct):
     """The format of a chat or text completion.
 
-    A schema beside json_object is `schema` for llama.cpp and `value` for huggingface_hub.
-    """
+    A schema beside json_object is `schema` for llama.cpp and `value` for huggingface_hub."""
 
     type: FormatType
     json_schema: JsonSchema | None = None
@@ -85,8 +84,7 @@ def output_constraint(
     """Return the constraint on the output, None for free text.
 
     `path` is the field of the format, `field` that of `structured_outputs`, or of the only value
-    in it. Raises InvalidInput for an unusable one, or for two.
-    """
+    in it. Raises InvalidInput for an unusable one, or for two."""
     by_format = by_structured_outputs = None
     if output_format is not None and output_format.type != "text":
         of_schema, schema = output_format.find_schema()
@@ -101,8 +99,7 @@ def output_constraint(
 def check_depth(schema: Document | None, path: str) -> None:
     """Raise InvalidInput for a schema that is nested too deeply to be sent back.
 
-    JSON is parsed to a greater depth than it is written.
-    """
+    JSON is parsed to a greater depth than it is written."""
     try:
         orjson.dumps([[[[[[schema]]]]]])  # at least as deep as in an event
     except orjson.JSONEncodeError:

@@ -1,15 +1,13 @@
-"""The response bodies of all endpoints as structs.
+"""The response bodies that several modules build, as structs; others are beside their endpoints.
 
 Endpoints build and encode them, and the OpenAPI document describes them. The fields' order is the
 order of the keys. A field of type UnsetType is absent where it is UNSET.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field, json
-
-from server.apis.openai.response_tools import ToolChoice
 
 T = TypeVar("T")
 
@@ -18,8 +16,7 @@ def encode_now(struct: T) -> T:
     """Return the struct as encoded JSON, to be inserted into a larger response.
 
     A response with hundreds of thousands of log-probabilities would take much memory as structs,
-    and encoding it in one call would block other threads for long.
-    """
+    and encoding it in one call would block other threads for long."""
     return cast(T, Raw(json.encode(struct)))
 
 
@@ -175,119 +172,12 @@ class CompletionChunk(CompletionBase, kw_only=True):
     prompt_token_ids: TokenIds = UNSET
 
 
-# ── responses ──
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(Struct, tag_field="type", tag="output_text"):
-    text: str = ""
-    annotations: list[None] = []
-    logprobs: list[ScoredTokenWithTop] = []
-
-
-class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
-    text: str = ""
-
-
-OutputItemType = Literal[
-    "message", "reasoning", "function_call", "custom_tool_call", "local_shell_call"
-]
-
-
-class OutputItem(Struct, kw_only=True):
-    """A message, a reasoning item or a call, each with its own fields alone."""
-
-    id: str
-    type: OutputItemType
-    status: ItemStatus = "in_progress"
-    role: Literal["assistant"] | UnsetType = UNSET
-    summary: list[None] | UnsetType = UNSET
-    content: list[OutputText | ReasoningText] | UnsetType = UNSET
-    call_id: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    namespace: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET  # of a custom tool
-    action: dict[str, Any] | UnsetType = UNSET  # of the local shell
-    encrypted_content: str | UnsetType = UNSET  # of reasoning
+# ── responses and conversations ──
 
 
 class ResponseError(Struct):
     code: str
     message: str
-
-
-class IncompleteDetails(Struct):
-    reason: Literal["max_output_tokens"]
-
-
-class InputTokensDetails(Struct):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class ResponseUsage(Struct):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: CompletionTokensDetails
-    total_tokens: int
-
-
-class ResponseReasoning(Struct):
-    effort: str | None
-    summary: str | None
-
-
-class ResponseText(Struct):
-    format: dict[str, Any]
-    verbosity: Literal["low", "medium", "high"]
-
-
-class ConversationReference(Struct):
-    id: Annotated[str, Meta(min_length=1)]
-
-
-class Response(Struct, kw_only=True):
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = (
-        "queued"
-    )
-    background: bool
-    conversation: Annotated[
-        ConversationReference | UnsetType | None,
-        Meta(description="Null if the items could not be added to it"),
-    ] = UNSET
-    error: ResponseError | None = None
-    frequency_penalty: float
-    incomplete_details: IncompleteDetails | None = None
-    max_tool_calls: int | None = None
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    presence_penalty: float
-    reasoning: ResponseReasoning
-    service_tier: Literal["default"] = "default"
-    store: bool
-    temperature: float
-    text: ResponseText
-    tool_choice: ToolChoice
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["auto", "disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    metadata: dict[str, str]
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str | None
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    safety_identifier: str | None
-    user: str | None
 
 
 class InputTokens(Struct):
@@ -320,192 +210,12 @@ class Conversation(Struct):
     object: Literal["conversation"] = "conversation"
 
 
-# ── decisions ──
-
-
-class PredicateAnswer(Struct, tag_field="type", tag="predicate"):
-    name: str | None
-    probability: float
-
-
-class ChoiceProbability(Struct):
-    value: str | bool
-    probability: float
-
-
-class ChoiceAnswer(Struct, tag_field="type", tag="choice"):
-    name: str | None
-    choice: str | bool
-    confidence: float
-    probabilities: list[ChoiceProbability]
-
-
-class ScoreProbability(Struct):
-    value: int
-    label: str
-    probability: float
-
-
-class ScoreAnswer(Struct, tag_field="type", tag="score"):
-    name: str | None
-    score: float
-    confidence: float
-    probabilities: list[ScoreProbability]
-
-
-class Decision(Struct):
-    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
-    model: str | None
-    usage: ResponseUsage
-
-
-class NamedNoulAnswer(Struct, tag_field="type", tag="noul"):
-    noul: float
-
-
-class NamedChoiceAnswer(Struct, tag_field="type", tag="choice"):
-    choice: str
-    confidence: float
-    probabilities: dict[str, float]
-
-
-class NamedScoreAnswer(Struct, tag_field="type", tag="score"):
-    score: float
-    legend: Mapping[str, str | dict[str, Any] | list[Any]]
-    confidence: float
-    probabilities: dict[str, float]
-
-
-class StateUsage(Struct):
-    input_tokens: int
-    output_tokens: int
-
-
-class SystemOne(Struct):
-    model: str | None
-    answers: dict[str, NamedNoulAnswer | NamedChoiceAnswer | NamedScoreAnswer]
-    usage: StateUsage
-
-
 # ── embeddings, reranking and scores ──
-
-
-class Embedding(Struct):
-    """Encoded by the embedding model's `finish`, in a pool thread."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: Annotated[list[float] | str, Meta(description="base64: float32, little-endian")]
 
 
 class EmbeddingUsage(Struct):
     prompt_tokens: int
     total_tokens: int
-
-
-class Embeddings(Struct):
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str | None
-    usage: EmbeddingUsage
-
-
-class TextDocument(Struct):
-    text: Annotated[str, Meta(min_length=1)]
-
-
-class RankedDocument(Struct):
-    index: int
-    relevance_score: float
-    document: TextDocument | UnsetType = UNSET
-
-
-class Ranking(Struct):
-    id: str
-    model: str
-    usage: EmbeddingUsage
-    results: list[RankedDocument]
-
-
-class RankedText(Struct):
-    """A result as text-embeddings-inference returns it."""
-
-    index: int
-    score: float
-    text: str | UnsetType = UNSET
-
-
-class Score(Struct):
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class Scores(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-
-
-# ── audio ──
-
-
-class Duration(Struct, tag_field="type", tag="duration"):
-    seconds: float
-
-
-class TranscribedTokens(Struct, tag_field="type", tag="tokens"):
-    """The usage of a chat model."""
-
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-
-
-class Transcription(Struct):
-    text: str
-    usage: Duration | TranscribedTokens
-    logprobs: list[ScoredToken] | UnsetType = UNSET
-
-
-class TranscribedSegment(Struct):
-    id: int
-    seek: int
-    start: float
-    end: float
-    text: str
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
-    tokens: Sequence[int]
-
-
-class TranscribedWord(Struct):
-    word: str
-    start: float
-    end: float
-
-
-class VerboseTranscription(Struct, kw_only=True):
-    task: Literal["transcribe", "translate"]
-    language: str
-    duration: float
-    text: str
-    segments: list[TranscribedSegment] | UnsetType = UNSET
-    words: list[TranscribedWord] | UnsetType = UNSET
-    usage: Duration
-
-
-class TranscriptTextDelta(Struct, tag_field="type", tag="transcript.text.delta"):
-    delta: str
-    logprobs: list[ScoredToken] | UnsetType = UNSET
-
-
-class TranscriptTextDone(Transcription, tag_field="type", tag="transcript.text.done"): ...
 
 
 # ── files and batches ──

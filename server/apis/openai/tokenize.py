@@ -201,11 +201,16 @@ class PromptEndpoint:
         request = await self.endpoint.read(incoming, body)
         if request.inputs[0].truncate is not None:
             raise InvalidInput.at("truncate_prompt_tokens", "is not implemented here, leave it out")
-        chat = request.inputs[0].prompt
+        chat, param = request.inputs[0].prompt, request.inputs[0].param
 
         def respond(model: TextModel) -> Struct:
             check_media(chat, model)
-            return self.result(model.render(chat) if self.renders else len(model.encode(chat)))
+            try:
+                return self.result(model.render(chat) if self.renders else len(model.encode(chat)))
+            except InvalidInput as error:
+                if error.param == "messages":  # the field of chats
+                    error.args, error.param = (str(error).replace("messages", param, 1),), param
+                raise
 
         async with self.endpoint.model_of(request).loaded(incoming) as model:
             content = await run_tokenizer(respond, model, incoming, self.threads)

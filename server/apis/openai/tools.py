@@ -100,8 +100,7 @@ def chat_tools(
 ) -> tuple[list[Document], ToolCallPolicy | None]:
     """Return the tools as functions, and which of them may be called: None if none may.
 
-    InvalidInput for an invalid tool, and for a choice that the tools do not allow.
-    """
+    InvalidInput for an invalid tool, and for a choice that the tools do not allow."""
     if isinstance(choice, TypedMode):
         choice = choice.mode
     if not tools:

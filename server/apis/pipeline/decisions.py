@@ -7,7 +7,7 @@ from typing import ClassVar
 from starlette.types import Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
-from server.apis.openai.decisions.endpoint import DecisionEndpoint
+from server.apis.openai.decisions.endpoint import DecisionEndpoint, ParsedDecision
 from server.apis.openai.decisions.systemone import SystemOneRequest
 from server.apis.openai.request_fields import decode
 from server.apis.pipeline.endpoint import PipelineInputParser, PipelineRequest
@@ -15,10 +15,7 @@ from server.core.delta_stream import TokenStream
 from server.core.worker_client import IncomingRequest
 from server.http.json import Document, JsonBodyParser, to_json
 from server.http.request import count_failure, send_json
-from worker.messages.decisions import DecisionInput
 from worker.messages.protocol import PipelineInput
-
-ParsedDecision = tuple[SystemOneRequest, DecisionInput]
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
@@ -139,8 +140,10 @@ class PipelineModels(BodyEndpoint[tuple[ModelEndpoint, bytes]]):
         return self.first if name is None else self.endpoints[self.models.find(str(name))]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self.find(named_in(scope))
-        endpoint.parser.check_query(scope)
+        query = read_query(scope["query_string"]) if scope["query_string"] else {}
+        name = query.pop("model", None)
+        endpoint = self.find(Headers(scope=scope).get("x-model", name))
+        endpoint.parser.check_query(query, scope)
         if is_ndjson(scope):
             return await LineStream(scope, receive, send, endpoint).run()
         media, body, incoming = await read_request(scope, receive)
@@ -158,33 +161,19 @@ class PipelineModels(BodyEndpoint[tuple[ModelEndpoint, bytes]]):
         await endpoint.respond(incoming, send, body, JSON)
 
 
-def named_in(scope: Scope) -> str | None:
-    """Return the model that a request names outside of its body."""
-    for name, value in scope["headers"]:
-        if name == b"x-model":
-            return str(value.decode("latin-1"))
-    return query_of(scope).get("model") if scope["query_string"] else None
-
-
-def query_of(scope: Scope) -> dict[str, str]:
-    """Return the values of the query by name. Raises InvalidInput for too many names, one that
-    occurs twice, and text that is not UTF-8."""
+def read_query(query: bytes) -> dict[str, str]:
+    """Return the values of a query by name. Raises InvalidInput for too many names, one that occurs
+    twice, and text that is not UTF-8."""
     limits: Any = {"keep_blank_values": True, "max_num_fields": MAX_QUERY_NAMES, "errors": "strict"}
     try:
-        pairs = parse_qsl(scope["query_string"].decode(), **limits)
+        pairs = parse_qsl(query.decode(), **limits)
     except ValueError:
         reason = f"the query must have at most {MAX_QUERY_NAMES} names, and be UTF-8"
         raise InvalidInput(reason) from None
-    query = dict(pairs)
-    if len(query) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise InvalidInput("the query has a name twice")
-    return query
-
-
-def query_parameters(scope: Scope) -> dict[str, Any]:
-    """Return the parameters in the query: each value is JSON, or a text if it is not. Raises the
-    errors of `query_of`."""
-    return {name: _json_or_text(text) for name, text in query_of(scope).items() if name != "model"}
+    return values
 
 
 def _json_or_text(text: str) -> Any:
@@ -222,10 +211,11 @@ class PipelineInputParser:
         message = f"Content-Type of {self.task_name} must be {accepted}, not {media[:100]!r}"
         raise HttpError(415, message)
 
-    def check_query(self, scope: Scope) -> None:
-        """Check the parameters in the query, once for all lines of a body. Raises InvalidInput."""
-        if scope["query_string"]:
-            scope["parameters"] = query_parameters(scope)
+    def check_query(self, query: Mapping[str, str], scope: Scope) -> None:
+        """Check the parameters in the query, once for all lines of a body: each value is JSON, or a
+        text if it is not. Raises InvalidInput."""
+        if query:
+            scope["parameters"] = {name: _json_or_text(text) for name, text in query.items()}
             check_parameters(self.task_name, scope["parameters"], self.task.required)
 
     def parameters_of(self, own: object, scope: Scope) -> dict[str, Any]:
@@ -426,8 +416,7 @@ def locate_in_list(error: InvalidInput, n: int) -> None:
 
 
 def may_be_json(body: bytes, media: str) -> bool:
-    """Return whether a body is JSON, by its media type, or by its first character: `curl -d '{…}'`
-    sends JSON as a form."""
+    """Return whether a body is JSON, by its type or start: `curl -d '{…}'` sends it as a form."""
     return media == JSON or (media == FORM and body[:64].lstrip().startswith((b"{", b"[")))
 
 

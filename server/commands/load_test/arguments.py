@@ -32,8 +32,10 @@ def parse_args(program: str, argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.stream and args.kind != "chat":
         parser.error("--stream needs --kind chat")
-    if args.plot:
-        check_plot(parser, Path(args.plot))
+    if args.plot and not args.plot.endswith(".svg"):
+        parser.error(f"--plot {args.plot}: must end in .svg")
+    if args.plot and not Path(args.plot).parent.is_dir():
+        parser.error(f"--plot {args.plot}: no such directory")
     if (args.kind in ("file", "upload")) != bool(args.file):
         parser.error("--kind file and --kind upload need --file, and no other kind takes it")
     for name in args.file:
@@ -50,13 +52,6 @@ def parse_args(program: str, argv: Sequence[str]) -> argparse.Namespace:
     if args.requests == args.duration == math.inf:
         parser.error("give --requests, --duration or both")
     return args
-
-
-def check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
-    if path.suffix != ".svg":
-        parser.error(f"--plot {path}: must end in .svg")
-    if not path.parent.is_dir():
-        parser.error(f"--plot {path}: no such directory")
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:

@@ -67,8 +67,7 @@ class Search:
 
     @property
     def max_stages(self) -> int:
-        """How many stages a search has at most, up to the first longer one, which counts for
-        CONFIRMATION_STAGES."""
+        """The most stages of a search; the first longer one counts for CONFIRMATION_STAGES."""
         stages = len(self.caps) * (1 + BISECTIONS) + len(self.waits_ms) - 1
         return stages + CONFIRMATION_STAGES
 

@@ -1,7 +1,7 @@
 // Requests to the server, with the API key: after a 401 a dialog asks for it. Errors have the server's
 // message; server-sent events are parsed.
 
-import { find } from "./dom.js";
+import { button, element, find } from "./dom.js";
 import { session } from "./store.js";
 
 const KEY = "onequeue-key"; // in the session
@@ -65,9 +65,9 @@ export function hasKey() {
 
 // Offers to forget the key while there is one.
 export function showForgetKey() {
-  const button = find("#forget-key");
-  button.hidden = !hasKey();
-  button.onclick = () => {
+  const forget = find("#forget-key");
+  forget.hidden = !hasKey();
+  forget.onclick = () => {
     delete session[KEY];
     showForgetKey();
   };
@@ -75,16 +75,21 @@ export function showForgetKey() {
 
 // Resolves to whether the user entered a key.
 async function askForKey(reason) {
-  const dialog = find("#key");
-  const form = find("form", dialog);
-  find(".reason", dialog).textContent = reason;
-  find("[data-action=close]", dialog).onclick = () => dialog.close();
-  form.reset();
-  dialog.returnValue = "";
+  const input = element("input", { name: "key", type: "password", autocomplete: "off", required: true });
+  const dialog = element("dialog", { id: "key", "aria-labelledby": "key-title" },
+    element("form", { method: "dialog" },
+      element("h2", { id: "key-title" }, "An API key is needed"),
+      element("p", { class: "reason" }, reason),
+      element("label", {}, "API key ", input),
+      element("p", { class: "note" }, "It is kept in this tab until you close it."),
+      element("div", { class: "toolbar" },
+        button("Cancel", () => dialog.close()), element("button", { class: "primary", value: "entered" }, "Continue"))));
+  document.body.append(dialog);
   dialog.showModal();
   await new Promise(resolve => { dialog.onclose = resolve; });
+  dialog.remove();
   if (!dialog.returnValue) return false;
-  session[KEY] = form.elements.key.value.trim();
+  session[KEY] = input.value.trim();
   showForgetKey();
   return true;
 }

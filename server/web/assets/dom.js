@@ -142,3 +142,8 @@ export function seconds(value) {
   if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
   return `${value.toFixed(value < 10 ? 1 : 0)} s`;
 }
+
+// Returns minutes and seconds, such as 0:07.
+export function clock(seconds) {
+  return `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
+}

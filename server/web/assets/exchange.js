@@ -141,7 +141,8 @@ const CHUNKS = `for chunk in response:
         print(chunk.choices[0].delta.content or "", end="", flush=True)`;
 
 function withOpenai({ body, form, file }, create) {
-  const fields = Object.entries(body ?? form).map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
+  const given = Object.entries(body ?? form).filter(([, value]) => value !== undefined);
+  const fields = given.map(([name, value]) => `    ${name}=${literal(value)},\n`);
   if (file) fields.push(`    file=open(${JSON.stringify(file.name)}, "rb"),\n`);
   return `client = OpenAI(base_url="${address("v1")}", api_key=${hasKey() ? 'os.environ["API_KEY"]' : '"none"'})
 response = client.${create}(
@@ -157,28 +158,19 @@ function withHttpx({ path, body, file }) {
   ].filter(Boolean);
   return `response = httpx.post(
     "${address(path)}",
-    ${file ? `content=Path(${JSON.stringify(file.name)}).read_bytes()` : `json=${literal(body, 1)}`},
+    ${file ? `content=Path(${JSON.stringify(file.name)}).read_bytes()` : `json=${literal(body)}`},
 ${headers.length ? `    headers={${headers.join(", ")}},\n` : ""}    timeout=60,
 )
 print(response.json())
 `;
 }
 
-const CONSTANTS = { null: "None", undefined: "None", true: "True", false: "False" };
+const CONSTANTS = { null: "None", true: "True", false: "False" };
 
-// Returns a Python literal; `depth` is the indentation of its first line.
-function literal(value, depth) {
-  if (typeof value === "string") {
-    const url = /^data:([\w/+.-]+);base64,/.exec(value);
-    return url ? `data_url("${url[1]}", ${JSON.stringify(fileNameOf(value))})` : JSON.stringify(value);
-  }
-  if (typeof value !== "object" || value === null) return CONSTANTS[value] ?? String(value);
-  const [open, close] = Array.isArray(value) ? "[]" : "{}";
-  const inside = Array.isArray(value)
-    ? value.map(item => literal(item, depth + 1))
-    : Object.entries(value).map(([key, item]) => `${JSON.stringify(key)}: ${literal(item, depth + 1)}`);
-  const line = `${open}${inside.join(", ")}${close}`;
-  if (line.length < 70 && !line.includes("\n")) return line;
-  const indent = "    ".repeat(depth);
-  return `${open}\n${inside.map(item => `${indent}    ${item},\n`).join("")}${indent}${close}`;
+// Returns a Python literal: JSON with other constants, and without the bytes of files.
+function literal(value) {
+  return JSON.stringify(value, null, 4).replace(/"(?:[^"\\]|\\.)*"|null|true|false/g, token => {
+    const url = /^"data:([\w/+.-]+);base64,/.exec(token);
+    return url ? `data_url("${url[1]}", ${JSON.stringify(fileNameOf(JSON.parse(token)))})` : CONSTANTS[token] ?? token;
+  }).replaceAll("\n", "\n    ");
 }

@@ -1,31 +1,36 @@
 // Markdown as elements, as far as models write it: paragraphs, headings, nested lists, quotes, code,
 // tables, rules, emphasis, strike, links. Formulas stay as written. Text never becomes markup, an image becomes
-// a link, and a link leads to http, https or mailto. The work is linear in the text: no expression backtracks over what
-// another one has read, and nesting is bounded.
+// a link, and a link leads to http, https or mailto. The work is linear in the text: spans and nesting are bounded.
 
 import { copyButton, element } from "./dom.js";
 
-const MAX_DEPTH = 8; // of nested lists and quotes; deeper ones are paragraphs
-const MAX_OPEN = 16; // delimiters that wait for their end
-const MAX_RUN = 3; // delimiters in a row; longer runs are text
-const MAX_BACKTICKS = 8;
+const MAX_DEPTH = 8; // of nested lists and quotes, and of emphasis; deeper ones are text
 
 const FENCE = /^ *(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/s;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,}\s*$/;
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/s;
 const QUOTE = /^ {0,3}> ?/;
-const TOKEN = new RegExp([
-  /\\[!-/:-@[-`{-~]/, // an escaped character
-  /`+|\*+|_+|~+|\$\$?|!?\[|\]/,
-  /<(?:https?:\/\/|mailto:)[^\s<>]*>/,
-  /\bhttps?:\/\/[^\s<>[\]`|]*[^\s<>[\]`|.,:;!?'")*_~]/,
-].map(({ source }) => source).join("|"), "gi");
-const TARGET = /\(\s*<?((?:https?:\/\/|mailto:)[^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/iy;
-const PROTOCOLS = ["http:", "https:", "mailto:"];
-const EMPHASIS = { 1: "em", 2: "strong" };
-// The end of a formula by its start. A price is none: a `$` after a space or before a digit ends nothing.
-const FORMULA_ENDS = { "$": /(?<![\s\\])\$(?![\d$])/g, "$$": /\$\$/g, "\\(": /\\\)/g, "\\[": /\\\]/g };
+const START = /[\\`$![<*_~]|\bhttps?:/gi; // of a span
+const LABEL = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\]){0,1000})\]/;
+const TARGET = /\(\s*<?((?:https?:\/\/|mailto:)[^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/;
+// Spans in the order in which they are tried, with what they become; spans within emphasis are read, too. A price is
+// no formula: a `$` after a space or before a digit ends nothing.
+const SPANS = [
+  [/\$\$.{1,1000}?\$\$|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]/ys, formula],
+  [/(?<![\p{L}\p{N}$])\$(?=\S).{1,1000}?(?<![\s\\])\$(?![\d$])/yus, formula],
+  [/\\([!-/:-@[-`{-~])/y, ([, character]) => [character]],
+  [/(?<!`)(`{1,8})(?!`)(.{1,1000}?)(?<!`)\1(?!`)/ys, ([, , code]) =>
+    [element("code", {}, visible(code.trim() ? code.replace(/^ (.*) $/s, "$1") : code))]],
+  [new RegExp(LABEL.source + TARGET.source, "iys"), ([, label, url], depth, inLink) => !inLink && link(url, inline(label, depth, true))],
+  [/<((?:https?:\/\/|mailto:)[^\s<>]*)>/iy, ([, url], depth, inLink) => !inLink && link(url, [url])],
+  [/\bhttps?:\/\/[^\s<>[\]`|]*[^\s<>[\]`|.,:;!?'")*_~]/iy, ([url], depth, inLink) => !inLink && link(url, [url])],
+  [/\*\*(?=\*?[^\s*])(.{1,1000}?)(?<=[^\s\\])\*\*(?!\*)/ys, "strong"],
+  [/\*(?=[^\s*])(.{1,1000}?)(?<=[^\s*\\]|\*\*)\*(?!\*)/ys, "em"],
+  [/(?<![\p{L}\p{N}_])__(?=_?[^\s_])(.{1,1000}?)(?<=[^\s\\])__(?![\p{L}\p{N}_])/yus, "strong"],
+  [/(?<![\p{L}\p{N}_])_(?=[^\s_])(.{1,1000}?)(?<=[^\s_\\]|__)_(?![\p{L}\p{N}_])/yus, "em"],
+  [/(?<!~)~~(?=[^\s~])(.{1,1000}?)(?<=[^\s\\])~~(?!~)/ys, "del"],
+];
 
 export function markdown(text) {
   return [...blocks(text.split("\n"))].map(({ node }) => node);
@@ -156,112 +161,47 @@ function cells(line) {
 
 // ── inside a block ──
 
-// Returns strings and elements. `open` are delimiters in `nodes`, at index `at`, that may still get an end:
-// what follows one becomes the content of an element then.
-function inline(text) {
+// Returns strings and elements. No link is in a link.
+function inline(text, depth = 0, inLink = false) {
   const nodes = [];
-  let open = [];
-  const unclosed = new Set(); // numbers of backticks, starts of formulas
-  let end = 0;
-  const start = (mark, string, count) => {
-    open.push({ mark, count, at: nodes.push(string) - 1 });
-    if (open.length > MAX_OPEN) open.shift();
-  };
-
-  const code = ticks => {
-    const closing = new RegExp(`(?<!\`)${ticks}(?!\`)`, "g");
-    closing.lastIndex = end;
-    const last = ticks.length <= MAX_BACKTICKS && !unclosed.has(ticks.length) && closing.exec(text);
-    if (!last) return unclosed.add(ticks.length) && nodes.push(ticks);
-    const inner = text.slice(end, last.index);
-    nodes.push(element("code", {}, visible(inner.trim() ? inner.replace(/^ (.*) $/s, "$1") : inner)));
-    end = closing.lastIndex;
-  };
-
-  // Takes a formula as it is written; returns whether the token starts one.
-  const formula = (token, before, after) => {
-    const ending = FORMULA_ENDS[token];
-    const isPrice = token === "$" && (/[\p{L}\p{N}]/u.test(before) || !/\S/.test(after));
-    if (!ending || isPrice || unclosed.has(token)) return false;
-    ending.lastIndex = end;
-    if (!ending.test(text)) return !unclosed.add(token);
-    nodes.push(element("code", { class: "formula" }, visible(token + text.slice(end, ending.lastIndex))));
-    end = ending.lastIndex;
-    return true;
-  };
-
-  const emphasis = (run, before, after) => {
-    const mark = run[0];
-    let count = run.length;
-    const fits = other => other.mark === mark && (mark !== "~" || other.count === count);
-    const usable = mark === "~" ? count === 2 : count <= MAX_RUN;
-    const inWord = character => mark === "_" && /[\p{L}\p{N}]/u.test(character);
-    while (usable && count > 0 && /\S/.test(before) && !inWord(after)) {
-      const n = open.findLastIndex(fits);
-      if (n < 0) break;
-      const { at, count: opening } = open[n];
-      const used = Math.min(2, count, opening);
-      const node = element(mark === "~" ? "del" : EMPHASIS[used], {}, nodes.splice(at + 1));
-      nodes[at] = mark.repeat(opening - used);
-      open[n].count -= used;
-      open.length = opening > used ? n + 1 : n;
-      nodes.push(node);
-      count -= used;
-    }
-    const rest = mark.repeat(count);
-    if (usable && count && /\S/.test(after) && !inWord(before)) start(mark, rest, count);
-    else nodes.push(rest);
-  };
-
-  const closeLink = () => {
-    const n = open.findLastIndex(({ mark }) => mark === "[");
-    TARGET.lastIndex = end;
-    const target = n >= 0 && TARGET.exec(text);
-    const url = target && parseUrl(target[1]);
-    if (!url) {
-      if (n >= 0) open.splice(n, 1);
-      return nodes.push("]");
-    }
-    const [, ...label] = nodes.splice(open[n].at);
-    open = open.slice(0, n).filter(({ mark }) => mark !== "["); // no link in a link
-    nodes.push(...link(url, label, target[1]));
-    end = TARGET.lastIndex;
-  };
-
-  const address = token => {
-    const written = token.replace(/^<|>$/g, "");
-    const url = open.some(({ mark }) => mark === "[") ? null : parseUrl(written);
-    nodes.push(...(url ? link(url, [written], written) : [token]));
-  };
-
-  TOKEN.lastIndex = 0;
-  for (let match; (match = TOKEN.exec(text)); TOKEN.lastIndex = end) {
-    const [token] = match;
-    if (match.index > end) nodes.push(text.slice(end, match.index));
-    end = TOKEN.lastIndex;
-    const [before, after] = [text[match.index - 1] ?? " ", text[end] ?? " "];
-    if (formula(token, before, after)) continue;
-    if (token[0] === "\\") nodes.push(token[1]);
-    else if (token[0] === "`") code(token);
-    else if ("*_~".includes(token[0])) emphasis(token, before, after);
-    else if (token === "[" || token === "![") start("[", token);
-    else if (token === "]") closeLink();
-    else if (token[0] === "$") nodes.push(token);
-    else address(token);
+  let [from, at] = [0, 0]; // of the text that is not in `nodes`, and of what is read
+  for (;;) {
+    START.lastIndex = at;
+    const start = START.exec(text);
+    if (!start) break;
+    const span = spanAt(text, start.index, depth, inLink);
+    at = span ? span.end : start.index + 1;
+    if (!span) continue;
+    nodes.push(text.slice(from, start.index), ...span.nodes);
+    from = at;
   }
-  nodes.push(text.slice(end));
+  nodes.push(text.slice(from));
   return nodes.filter(node => node !== "");
 }
 
-function parseUrl(text) {
-  const url = URL.canParse(text) ? new URL(text) : null;
-  return PROTOCOLS.includes(url?.protocol) ? url : null;
+function spanAt(text, at, depth, inLink) {
+  for (const [expression, read] of SPANS) {
+    expression.lastIndex = at;
+    const match = expression.exec(text);
+    if (!match) continue;
+    const end = expression.lastIndex; // before other texts are read
+    const nodes = typeof read === "function" ? read(match, depth, inLink)
+      : depth < MAX_DEPTH && [element(read, {}, inline(match[1], depth + 1, inLink))];
+    if (nodes) return { nodes, end };
+  }
+  return null;
 }
 
-// Returns the link, and where it leads if its label looks like another address.
-function link(url, label, written) {
+function formula([written]) {
+  return [element("code", { class: "formula" }, visible(written))];
+}
+
+// Returns the link, and where it leads if its label looks like another address; null for an invalid one.
+function link(address, label) {
+  if (!URL.canParse(address)) return null;
+  const url = new URL(address);
   const text = label.map(node => node.textContent ?? node).join("");
-  const same = text === written && /^[!-~]*$/.test(text) && !url.username;
+  const same = text === address && /^[!-~]*$/.test(text) && !url.username;
   const node = element("a", { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" },
     label.length ? label : url.host || url.pathname);
   const leadsTo = element("span", { class: "note" }, ` (${url.host || url.pathname})`);

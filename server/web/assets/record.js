@@ -1,5 +1,7 @@
 // Record the microphone as a WAV file of 16 kHz, which every server reads.
 
+import { clock } from "./dom.js";
+
 const RATE = 16000; // samples per second, as speech models take
 
 // Starts recording. `onTime` is called with the elapsed time, such as 0:07. The returned object's `stop`
@@ -13,12 +15,9 @@ export async function record(onTime) {
   const chunks = [];
   recorder.ondataavailable = event => chunks.push(event.data);
   const started = performance.now();
-  const clock = () => {
-    const passed = Math.floor((performance.now() - started) / 1000);
-    onTime(`${Math.floor(passed / 60)}:${String(passed % 60).padStart(2, "0")}`);
-  };
-  clock();
-  const timer = setInterval(clock, 500);
+  const showTime = () => onTime(clock((performance.now() - started) / 1000));
+  showTime();
+  const timer = setInterval(showTime, 500);
   recorder.start();
   return {
     async stop() {

@@ -1,7 +1,7 @@
 // Speech: transcribe a recording or a file by /v1/audio/transcriptions, with the times of segments.
 
 import { call } from "./api.js";
-import { chooseModel, element, find, showOnSubmit } from "./dom.js";
+import { chooseModel, clock, element, find, showOnSubmit } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { FileField } from "./files.js";
 
@@ -34,8 +34,4 @@ function transcript({ text, segments = [], language, duration }) {
     rows.length > 1 ? element("ol", { class: "segments" }, ...rows) : element("p", { class: "transcript" }, text || "No speech was found."),
     element("p", { class: "note" }, about.join(" · ")),
   ];
-}
-
-function clock(seconds) {
-  return `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
 }

@@ -12,16 +12,16 @@ from anyio.to_thread import run_sync
 from starlette.types import Send
 
 from batching.errors import InvalidInput
-from server.apis.openai.audio.request import TranscriptionRequest
-from server.apis.openai.endpoint import ResponseBuilder, respond
-from server.apis.openai.media import check_media
-from server.apis.openai.models import NamedModel
-from server.apis.openai.response_schemas import (
+from server.apis.openai.audio.formats import (
     TranscribedTokens,
     Transcription,
     TranscriptTextDelta,
     TranscriptTextDone,
 )
+from server.apis.openai.audio.request import TranscriptionRequest
+from server.apis.openai.endpoint import ResponseBuilder, respond
+from server.apis.openai.media import check_media
+from server.apis.openai.models import NamedModel
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.json import to_json

@@ -14,7 +14,15 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from server.apis.openai.audio.chat_model import transcribe
-from server.apis.openai.audio.formats import ENCODERS, Transcript, token_scores
+from server.apis.openai.audio.formats import (
+    ENCODERS,
+    Transcript,
+    Transcription,
+    TranscriptTextDelta,
+    TranscriptTextDone,
+    VerboseTranscription,
+    token_scores,
+)
 from server.apis.openai.audio.request import (
     TranscriptionRequest,
     TranslationRequest,
@@ -24,12 +32,6 @@ from server.apis.openai.audio.request import (
 from server.apis.openai.endpoint import ResponseBuilder, respond
 from server.apis.openai.logprobs import scored_token
 from server.apis.openai.models import ModelGroup
-from server.apis.openai.response_schemas import (
-    Transcription,
-    TranscriptTextDelta,
-    TranscriptTextDone,
-    VerboseTranscription,
-)
 from server.core.delta_stream import DeltaStream
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.operation import FORM, TEXT, Operation
@@ -89,7 +91,7 @@ class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
 
 
 @dataclass(eq=False)
-class SpeechEndpoint:
+class TranscriptionEndpoint:
     """An ASGI app that takes recordings. `kind`: whether it transcribes or translates."""
 
     worker_client: WorkerClient

@@ -3,24 +3,74 @@
 json and verbose_json are OpenAI's documents; srt and vtt are subtitles with a cue per segment.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
+from typing import Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from server.apis.openai.audio.request import AudioFormat, TranscriptionRequest
 from server.apis.openai.logprobs import scored_token
-from server.apis.openai.response_schemas import (
-    Duration,
-    ScoredToken,
-    TranscribedSegment,
-    TranscribedWord,
-    Transcription,
-    VerboseTranscription,
-)
+from server.apis.openai.response_schemas import ScoredToken
 from server.http.json import to_json
 from worker.messages.deltas import TokenLogprob
 from worker.messages.transcription import Segment, TranscriptDelta, Word
+
+
+class Duration(Struct, tag_field="type", tag="duration"):
+    seconds: float
+
+
+class TranscribedTokens(Struct, tag_field="type", tag="tokens"):
+    """The usage of a chat model."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcription(Struct):
+    text: str
+    usage: Duration | TranscribedTokens
+    logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+class TranscribedSegment(Struct):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+    tokens: Sequence[int]
+
+
+class TranscribedWord(Struct):
+    word: str
+    start: float
+    end: float
+
+
+class VerboseTranscription(Struct, kw_only=True):
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscribedSegment] | UnsetType = UNSET
+    words: list[TranscribedWord] | UnsetType = UNSET
+    usage: Duration
+
+
+class TranscriptTextDelta(Struct, tag_field="type", tag="transcript.text.delta"):
+    delta: str
+    logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+class TranscriptTextDone(Transcription, tag_field="type", tag="transcript.text.done"): ...
 
 
 @dataclass(slots=True)
@@ -91,34 +141,21 @@ def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:
 
 
 def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
-    cues = [
-        f"{n}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n"
-        f"{_one_line(segment.text)}\n\n"
-        for n, segment in enumerate(_cues(transcript), start=1)
-    ]
-    return "".join(cues).encode()
+    cues = enumerate(_cues(transcript, ","), start=1)
+    return "".join(f"{n}\n{times}\n{text}\n\n" for n, (times, text) in cues).encode()
 
 
 def as_vtt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
-    cues = [
-        f"{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n{_escaped(segment.text)}\n\n"
-        for segment in _cues(transcript)
-    ]
+    cues = (f"{times}\n{escape(text, quote=False)}\n\n" for times, text in _cues(transcript, "."))
     return "".join(["WEBVTT\n\n", *cues]).encode()
 
 
-def _cues(transcript: Transcript) -> list[Segment]:
-    """Return the segments with text: an empty cue would break the file's structure."""
-    return [segment for segment in transcript.segments if segment.text.strip()]
-
-
-def _one_line(text: str) -> str:
-    """Return a cue's text without line breaks and without `-->`, which starts a cue."""
-    return " ".join(text.split()).replace("-->", "->")
-
-
-def _escaped(text: str) -> str:
-    return _one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _cues(transcript: Transcript, separator: str) -> Iterator[tuple[str, str]]:
+    """Yield the times and the text of each segment, without what would break the file's structure:
+    empty cues, line breaks, and `-->`, which starts a cue."""
+    for segment in transcript.segments:
+        if text := " ".join(segment.text.split()).replace("-->", "->"):
+            yield f"{clock(segment.start, separator)} --> {clock(segment.end, separator)}", text
 
 
 def clock(seconds: float, separator: str) -> str:

@@ -10,6 +10,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from anyio.to_thread import run_sync
@@ -124,11 +125,7 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
         if not self._seconds:
             raise InvalidInput.at("input", NOTHING)
         tokens, output = self._tokens, round(self._seconds * TOKENS_PER_S)
-        usage = {
-            "input_tokens": tokens,
-            "output_tokens": output,
-            "total_tokens": tokens + output,
-        }
+        usage = {"input_tokens": tokens, "output_tokens": output, "total_tokens": tokens + output}
         yield data_frame({"type": "speech.audio.done", "usage": usage})
 
     def build(self, deltas: Sequence[SpokenAudio]) -> bytes:
@@ -143,7 +140,7 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
     stream="With stream_format: sse. speech.audio.delta with base64, speech.audio.done, [DONE].",
 )
 @dataclass(eq=False)
-class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
+class SpeechEndpoint(BodyEndpoint[SpeechTask]):
     """An ASGI app that speaks."""
 
     def parse(self, body: bytes, scope: Scope) -> SpeechTask:
@@ -160,14 +157,8 @@ class SynthesisEndpoint(BodyEndpoint[SpeechTask]):
         seed = self.settings.default_seed if seed is None else seed
         values = {"voice": name, "speed": request.speed, "seed": seed}
         parameters = {name: value for name, value in values.items() if value is not None}
-        return (
-            request,
-            model,
-            [
-                SpeechInput(sentence, parameters, is_part=len(sentences) > 1)
-                for sentence in sentences
-            ],
-        )
+        speak = partial(SpeechInput, parameters=parameters, is_part=len(sentences) > 1)
+        return request, model, [*map(speak, sentences)]
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: SpeechTask) -> None:
         body, model, payloads = request

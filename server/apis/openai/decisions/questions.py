@@ -15,13 +15,6 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.apis.openai.messages import TextPart
 from server.apis.openai.request_fields import NON_EMPTY, required
-from server.apis.openai.response_schemas import (
-    ChoiceAnswer,
-    ChoiceProbability,
-    PredicateAnswer,
-    ScoreAnswer,
-    ScoreProbability,
-)
 from worker.messages.decisions import MAX_OPTIONS, Question
 
 PART_TYPES = ("input_text", "input_json")
@@ -44,6 +37,11 @@ class QuestionPart(TextPart):
 QuestionText = str | Annotated[list[QuestionPart], NON_EMPTY]
 
 
+class PredicateAnswer(Struct, tag_field="type", tag="predicate"):
+    name: str | None
+    probability: float
+
+
 class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
     instructions: QuestionText
     name: str | None = None
@@ -54,6 +52,18 @@ class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
 
     def answer(self, probabilities: Sequence[float]) -> PredicateAnswer:
         return PredicateAnswer(self.name, probabilities[0])
+
+
+class ChoiceProbability(Struct):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Struct, tag_field="type", tag="choice"):
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
 
 
 class ChoiceOption(Struct):
@@ -86,6 +96,19 @@ class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
         )
 
 
+class ScoreProbability(Struct):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Struct, tag_field="type", tag="score"):
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[ScoreProbability]
+
+
 class ScoreLevel(Struct):
     label: str
     description: str | None = None
@@ -114,6 +137,7 @@ class ScoreQuestion(Struct, tag_field="type", tag="score"):
 
 
 AnyQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
+AnyAnswer: TypeAlias = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 def join_parts(parts: QuestionText, path: str) -> str:

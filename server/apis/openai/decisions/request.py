@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.decisions.questions import AnyQuestion, QuestionPart, as_text
+from server.apis.openai.decisions.questions import AnyAnswer, AnyQuestion, QuestionPart, as_text
 from server.apis.openai.messages import to_template_messages
 from server.apis.openai.request_fields import NON_EMPTY, CacheOptions, NonEmpty, Salt
-from server.apis.openai.response_schemas import Decision
-from server.apis.openai.responses.events import response_usage
+from server.apis.openai.responses.events import ResponseUsage, response_usage
 from server.apis.openai.responses.items import (
     MESSAGE_PARTS,
     InputPart,
@@ -68,6 +67,12 @@ def unescaped(arguments: str, path: str) -> str:
     except InvalidInput:
         return arguments
     return as_text(value, path)
+
+
+class Decision(Struct):
+    answers: list[AnyAnswer]
+    model: str | None
+    usage: ResponseUsage
 
 
 class DecisionRequest(Struct, kw_only=True):

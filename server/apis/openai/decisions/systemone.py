@@ -19,13 +19,6 @@ from server.apis.openai.decisions.questions import (
     score_confidence,
 )
 from server.apis.openai.request_fields import NonEmpty, Salt
-from server.apis.openai.response_schemas import (
-    NamedChoiceAnswer,
-    NamedNoulAnswer,
-    NamedScoreAnswer,
-    StateUsage,
-    SystemOne,
-)
 from server.core.delta_stream import UsageCounts
 from server.http.operation import Operation
 from worker.media.data_urls import to_bytes
@@ -44,6 +37,10 @@ class Asset(Struct):
     format: str | None = None  # read from the data
 
 
+class NamedNoulAnswer(Struct, tag_field="type", tag="noul"):
+    noul: float
+
+
 class NamedNoul(Struct, tag_field="type", tag="noul"):
     """A yes-no question; its answer is the probability of yes."""
 
@@ -57,6 +54,12 @@ class NamedNoul(Struct, tag_field="type", tag="noul"):
 
     def answer(self, probabilities: Sequence[float]) -> NamedNoulAnswer:
         return NamedNoulAnswer(probabilities[0])
+
+
+class NamedChoiceAnswer(Struct, tag_field="type", tag="choice"):
+    choice: str
+    confidence: float
+    probabilities: dict[str, float]
 
 
 class NamedChoice(Struct, tag_field="type", tag="choice"):
@@ -77,6 +80,13 @@ class NamedChoice(Struct, tag_field="type", tag="choice"):
             choice_confidence(probabilities),
             dict(zip(names, probabilities, strict=True)),
         )
+
+
+class NamedScoreAnswer(Struct, tag_field="type", tag="score"):
+    score: float
+    legend: Mapping[str, Content]
+    confidence: float
+    probabilities: dict[str, float]
 
 
 class NamedScore(Struct, tag_field="type", tag="score"):
@@ -100,6 +110,17 @@ class NamedScore(Struct, tag_field="type", tag="score"):
 
 
 NamedQuestion: TypeAlias = NamedNoul | NamedChoice | NamedScore
+
+
+class StateUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+
+
+class SystemOne(Struct):
+    model: str | None
+    answers: dict[str, NamedNoulAnswer | NamedChoiceAnswer | NamedScoreAnswer]
+    usage: StateUsage
 
 
 class SystemOneRequest(Struct, kw_only=True):

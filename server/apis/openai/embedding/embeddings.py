@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
@@ -22,7 +22,7 @@ from server.apis.openai.embedding.endpoint import (
     ScoringTask,
 )
 from server.apis.openai.request_fields import PositiveInt, TextsOrIds, read_inputs
-from server.apis.openai.response_schemas import Embeddings, EmbeddingUsage
+from server.apis.openai.response_schemas import EmbeddingUsage
 from server.core.worker_client import Submission
 from server.http.json import Document, to_json
 from server.http.ndjson import LineStream
@@ -33,10 +33,22 @@ from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, s
 VECTORS: Schema = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
 LISTS: Body = {JSON: {"type": "array", "items": VECTORS}}
 ENTRIES: Body = {JSON: {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}}
-Inputs = Annotated[
-    TextsOrIds,
-    Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
-]
+Inputs = Annotated[TextsOrIds, Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})]
+
+
+class Embedding(Struct):
+    """Encoded by the embedding model's `finish`, in a pool thread."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[list[float] | str, Meta(description="base64: float32, little-endian")]
+
+
+class Embeddings(Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str | None
+    usage: EmbeddingUsage
 
 
 class EmbeddingRequest(ScoringRequest, kw_only=True):

@@ -97,8 +97,7 @@ class ScoringEndpoint(BodyEndpoint[ScoringTask]):
     def read_document(self, document: Document, scope: Scope) -> ScoringTask:
         """Return the request, its model and the payloads, each of which fits into a batch.
 
-        Raises InvalidInput, also for more payloads than the queue has slots.
-        """
+        Raises InvalidInput, also for more payloads than the queue has slots."""
         request = decode(document, self.kind, self.models.id_for, scope)
         model, settings = self.models.find(request.model), self.settings
         max_size = PartSize(

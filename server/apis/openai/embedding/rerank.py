@@ -11,18 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from batching.errors import InvalidInput
 from server.apis.openai.embedding.endpoint import MAX_INPUTS, ScoringRequest
 from server.apis.openai.request_fields import Count, NonEmpty, PositiveInt
-from server.apis.openai.response_schemas import (
-    EmbeddingUsage,
-    RankedDocument,
-    RankedText,
-    Ranking,
-    TextDocument,
-)
+from server.apis.openai.response_schemas import EmbeddingUsage
 from server.http.json import to_json
 from server.http.operation import Operation
 from worker.messages.scoring import PartSize, ScoringInput, ScoringOutput, split_parts
@@ -30,6 +24,31 @@ from worker.messages.scoring import PartSize, ScoringInput, ScoringOutput, split
 RANKED_TEXTS = {"type": "array", "items": {"type": "object", "required": ["index", "score"]}}
 LENGTH = Meta(min_length=1, max_length=MAX_INPUTS)
 Texts = Annotated[list[NonEmpty], LENGTH]
+
+
+class TextDocument(Struct):
+    text: Annotated[str, Meta(min_length=1)]
+
+
+class RankedDocument(Struct):
+    index: int
+    relevance_score: float
+    document: TextDocument | UnsetType = UNSET
+
+
+class Ranking(Struct):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]
+
+
+class RankedText(Struct):
+    """A result as text-embeddings-inference returns it."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
 
 
 class RerankRequest(ScoringRequest, kw_only=True):

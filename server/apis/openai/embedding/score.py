@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -18,7 +18,7 @@ from server.apis.openai.embedding.embeddings import split_inputs
 from server.apis.openai.embedding.endpoint import ScoringRequest
 from server.apis.openai.embedding.rerank import Texts, split_pairs
 from server.apis.openai.request_fields import NonEmpty, required
-from server.apis.openai.response_schemas import EmbeddingUsage, Score, Scores
+from server.apis.openai.response_schemas import EmbeddingUsage
 from server.http.json import to_json
 from server.http.operation import JSON, Body, Operation
 from worker.messages.scoring import (
@@ -29,6 +29,21 @@ from worker.messages.scoring import (
     ScoringInput,
     ScoringOutput,
 )
+
+
+class Score(Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
 
 
 class ScoreRequest(ScoringRequest, kw_only=True):

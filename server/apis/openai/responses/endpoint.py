@@ -30,9 +30,9 @@ from batching.fair_share import Priority
 from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.apis.openai.jobs import JobRunner, StoredJob
 from server.apis.openai.request_fields import convert, decode
-from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList, Response
+from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList
 from server.apis.openai.responses.event_stream import StoredEvents
-from server.apis.openai.responses.events import ResponsesBuilder
+from server.apis.openai.responses.events import Response, ResponsesBuilder
 from server.apis.openai.responses.items import check_ids, to_documents
 from server.apis.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.apis.openai.responses.store import (
@@ -431,8 +431,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return await self._in_stores(read, scope, id)
 
     async def _cancel(self, owner: Owner, id: str) -> None:
-        """Cancel a background response of any process, if there is one, and wait until it has
-        ended."""
+        """Cancel a background response of any process, if there is one, and wait for its end."""
         if job := self.jobs.find(BackgroundJob, owner.namespace, id):
             job.abort()
             await asyncio.wait([job.task])

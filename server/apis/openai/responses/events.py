@@ -11,10 +11,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from server.apis.openai.chat import CallIdFactory
 from server.apis.openai.custom_tools import CustomInputReader
@@ -24,23 +24,17 @@ from server.apis.openai.models import NamedModel
 from server.apis.openai.response_format import TextFormat
 from server.apis.openai.response_schemas import (
     CompletionTokensDetails,
-    ConversationReference,
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputItem,
-    OutputItemType,
-    OutputText,
-    ReasoningText,
-    Response,
     ResponseError,
-    ResponseReasoning,
-    ResponseText,
-    ResponseUsage,
     ScoredTokenWithTop,
 )
-from server.apis.openai.response_tools import CallableTool, HostedType, ToolKind
+from server.apis.openai.response_tools import CallableTool, HostedType, ToolChoice, ToolKind
 from server.apis.openai.responses.items import new_id
-from server.apis.openai.responses.request import ENCRYPTED, ParsedResponseRequest, ResponseRequest
+from server.apis.openai.responses.request import (
+    ENCRYPTED,
+    ConversationReference,
+    ParsedResponseRequest,
+    ResponseRequest,
+)
 from server.apis.openai.responses.store import Stored
 from server.core.delta_stream import UsageCounts
 from server.core.sealing import seal
@@ -55,13 +49,21 @@ ITEM_TYPES: dict[str, Literal["message", "reasoning"]] = {
     "content": "message",
     "reasoning": "reasoning",
 }
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FinalStatus = Literal["completed", "incomplete"]
-
+OutputItemType = Literal[
+    "message", "reasoning", "function_call", "custom_tool_call", "local_shell_call"
+]
 CALL_ITEM_TYPES: dict[ToolKind, OutputItemType] = {
     "function": "function_call",
     "custom": "custom_tool_call",
     "local_shell": "local_shell_call",
 }
+# Fields of a request that its response has unchanged.
+REPEATED_FIELDS = (
+    "instructions", "max_output_tokens", "max_tool_calls", "model", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "user",
+)  # fmt: skip
 # The events of an item's text, without `.delta` or `.done`; those of a local shell have none.
 TEXT_EVENTS = {
     "message": "response.output_text",
@@ -69,6 +71,102 @@ TEXT_EVENTS = {
     "function_call": "response.function_call_arguments",
     "custom_tool_call": "response.custom_tool_call_input",
 }
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[None] = []
+    logprobs: list[ScoredTokenWithTop] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class OutputItem(Struct, kw_only=True):
+    """A message, a reasoning item or a call, each with its own fields alone."""
+
+    id: str
+    type: OutputItemType
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] | UnsetType = UNSET
+    summary: list[None] | UnsetType = UNSET
+    content: list[OutputText | ReasoningText] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET  # of a custom tool
+    action: dict[str, Any] | UnsetType = UNSET  # of the local shell
+    encrypted_content: str | UnsetType = UNSET  # of reasoning
+
+
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class ResponseReasoning(Struct):
+    effort: str | None
+    summary: str | None
+
+
+class ResponseText(Struct):
+    format: dict[str, Any]
+    verbosity: Literal["low", "medium", "high"]
+
+
+class Response(Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = (
+        "queued"
+    )
+    background: bool
+    conversation: Annotated[
+        ConversationReference | UnsetType | None,
+        Meta(description="Null if the items could not be added to it"),
+    ] = UNSET
+    error: ResponseError | None = None
+    frequency_penalty: float
+    incomplete_details: IncompleteDetails | None = None
+    max_tool_calls: int | None = None
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    presence_penalty: float
+    reasoning: ResponseReasoning
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: ToolChoice
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    metadata: dict[str, str]
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str | None
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    user: str | None
 
 
 class ResponsesBuilder(ResponseBuilder[Delta]):
@@ -364,16 +462,9 @@ def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Respons
         top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         metadata=request.metadata or {},
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
         truncation=request.truncation or "disabled",
-        model=request.model,
-        previous_response_id=request.previous_response_id,
         conversation=ConversationReference(of) if (of := request.conversation_id) else UNSET,
-        prompt_cache_key=request.prompt_cache_key,
-        safety_identifier=request.safety_identifier,
-        user=request.user,
+        **{name: getattr(request, name) for name in REPEATED_FIELDS},
     )
 
 

@@ -263,8 +263,7 @@ def to_documents(
 
 
 def check_ids(items: Sequence[Document], previous: Iterable[Document], path: str) -> None:
-    """Raise InvalidInput if an item of a conversation has the id of another one, or one that no
-    path can have."""
+    """Raise InvalidInput if an item has the id of another one, or one that no path can have."""
     ids = {item["id"] for item in previous}
     for n, item in enumerate(items):
         if not ITEM_ID.fullmatch(item["id"]):
@@ -310,8 +309,7 @@ def to_messages(
 def _assistant_message(messages: list[Message], item: Document) -> Message | None:
     """Return the assistant's message that an item belongs to, a new one if the last is complete.
 
-    None for an item of another role.
-    """
+    None for an item of another role."""
     kind = item["type"]
     if kind in OUTPUTS or item.get("role", "assistant") != "assistant":
         return None

@@ -28,7 +28,6 @@ from server.apis.openai.request_fields import (
     convert,
 )
 from server.apis.openai.response_format import TextFormat
-from server.apis.openai.response_schemas import ConversationReference
 from server.apis.openai.response_tools import (
     TOOL_FIELDS,
     CallableTool,
@@ -75,6 +74,10 @@ class Reasoning(Struct):
     effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
+
+
+class ConversationReference(Struct):
+    id: Annotated[str, Meta(min_length=1)]
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
@@ -157,8 +160,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("background", "cannot be combined with store: false")
 
     def callable_tools(self, items: Sequence[Document]) -> "ToolSet":
-        """Return the tools of the request and those of items, which replace earlier ones of their
-        names."""
+        """Return the tools of the request and of items; later ones replace those of their names."""
         tools = self.tools or []
         found, dropped = flatten_tools("tools", tools), dropped_types(tools)
         for item in items:
