@@ -351,10 +351,13 @@ def _native_products(layers: Sequence[Any]) -> Products | None:
     else:
         return None
     padded = -(-inputs // step) * step
-    products: Products = partial(
-        torch.ops.onequeue.experts_linear, addresses=addresses, scales=scales, padded=padded,
-        columns=columns, width=width,
-    )  # fmt: skip
+
+    def products(rows: Tensor, counts: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.experts_linear(
+            rows, counts, addresses, scales, padded, columns, width
+        )
+        return out
+
     rows = torch.randn(9, inputs, generator=torch.Generator().manual_seed(0)).to(first.dtype)
     counts = torch.zeros(len(layers), dtype=torch.long)
     counts[0], counts[-1] = 2, counts[-1] + 7
@@ -368,8 +371,11 @@ def native_product_matches(layer: PackedLinear, width: int) -> bool:
 
     oneDNN does not document its layout, so a width is accepted by its products.
     """
-    weights = {"packed": layer.packed, "bias": layer.bias, "width": width}
-    native_product = partial(torch.ops.onequeue.packed_linear, **weights)
+
+    def native_product(x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.packed_linear(x, layer.packed, layer.bias, width)
+        return out
+
     inputs, dtype = layer.in_features, layer.packed.dtype
     return products_match(native_product, layer.onednn_product, inputs, dtype)
 
