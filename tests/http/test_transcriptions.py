@@ -81,7 +81,10 @@ def test_json_has_the_text_and_the_seconds(server: Server, speaker: FakeTranscri
 
 
 def test_words_alone_come_without_segments(server: Server) -> None:
-    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    fields: dict[str, Any] = {
+        "response_format": "verbose_json",
+        "timestamp_granularities[]": "word",
+    }
     timed = post(server, **fields).json()
     assert timed["words"][1] == {"word": "morning", "start": 0.25, "end": 0.45}
     assert "segments" not in timed
