@@ -38,7 +38,7 @@ def glm4v() -> list[Any]:
 
 
 def smolvlm() -> list[Any]:
-    model, images, tokenizer, settings = tiny_multimodal.split("SmolVLM")
+    model, images, tokenizer, settings = tiny_multimodal.smolvlm()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<video>"]})
     videos = hf.SmolVLMVideoProcessor(
         size={"longest_edge": 2 * SIDE},

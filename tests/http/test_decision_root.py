@@ -146,20 +146,6 @@ def test_pipeline_serves_what_a_language_model_does_not(
     assert not uses_language_model(Settings(), str(tmp_path))
 
 
-def test_decision_config_is_followed(server: Server, tmp_path: Path) -> None:
-    file = tmp_path / "decisions.json"
-    file.write_text(json.dumps({"noul_options": ["false", "true"], "labels": {"noul": [*"AB"]}}))
-    folder = str(tiny_decisions.folder())
-    settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
-    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
-    with serving(pipeline_task="decision", decision_config=str(file), **settings) as configured:
-        answer, default = (
-            post(target, "/", {"inputs": ASKED}).json() for target in (configured, server)
-        )
-    assert_close(answer["urgency"], default["urgency"])
-    assert answer["refund"]["noul"] != pytest.approx(default["refund"]["noul"], abs=1e-3)
-
-
 @pytest.mark.parametrize("content", [None, "[]", '{"labels": {"noul": "A"}}'])
 def test_unusable_decision_config_ends_the_start(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "decisions.json"

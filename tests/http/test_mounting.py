@@ -190,18 +190,6 @@ def test_it_works_behind_the_middleware_of_a_host() -> None:
     use(host, llm, requests)
 
 
-def test_it_is_called_in_process_without_a_server() -> None:
-    llm = make_llm()
-
-    async def run() -> None:
-        async with llm.lifespan(), client_of(llm) as client:
-            await llm.worker_client.loaded
-            answers = await asyncio.gather(*(client.post("/", content=f"a{n}") for n in range(20)))
-            assert [answer.json()["echo"] for answer in answers] == [f"a{n}" for n in range(20)]
-
-    asyncio.run(run())
-
-
 def test_without_the_lifespan_each_request_gets_503_with_the_remedy() -> None:
     llm = make_llm(api_keys=("key",))
     without = Starlette(routes=[Mount("/llm", llm)])

@@ -413,28 +413,19 @@ def test_expect_100_continue(server: Server) -> None:
 
 
 def test_embeddings_of_lines() -> None:
+    path, one = "/v1/embeddings", {"input": "paris", "dimensions": 64}
+    lines = ["paris", one, {"inputs": "paris"}, {"input": "a", "parameters": {"model": "x"}}]
+    lines += [{"input": "a", "parameters": []}, {"inputs": "paris", "id": 1}]
+    lines += [{**one, "id": "b"}, {"input": 5, "id": "c"}]
     with serving(embedding_model="demo") as server:
-        path = "/v1/embeddings"
-        one = {"input": "paris", "dimensions": 64}
-        lines = ["paris", one, {"inputs": "paris"}, {"input": "a", "parameters": {"model": "x"}}]
-        lines.append({"input": "a", "parameters": []})
-        body = "".join(json.dumps(line) + "\n" for line in lines)
-        answers = post(server, body, path)
         expected = httpx.post(server.url + path, json={"input": "paris"}).json()
-        assert answers[0] == answers[1] == expected
-        assert answers[2] == [expected["data"][0]["embedding"]]
-        assert answers[3]["error"]["line"] == 4
-        assert answers[3]["error"]["code"] == "model_not_found"
-        assert answers[4]["error"]["param"] == "parameters"
-
-
-def test_lines_of_embeddings_have_ids() -> None:
-    with serving(embedding_model="demo") as server:
-        body = b'{"inputs": "a", "id": 1}\n{"input": "a", "id": "b"}\n{"input": 5, "id": "c"}'
-        bare, whole, wrong = post(server, body, "/v1/embeddings")
-        assert (bare["id"], whole["id"], wrong["id"]) == (1, "b", "c")
-        assert bare["result"][0] == whole["result"]["data"][0]["embedding"]
-        assert wrong["error"]["line"] == 3
+        answers = post(server, "".join(json.dumps(line) + "\n" for line in lines), path)
+    vectors = [expected["data"][0]["embedding"]]
+    assert answers[:3] == [expected, expected, vectors]
+    assert (answers[3]["error"]["line"], answers[3]["error"]["code"]) == (4, "model_not_found")
+    assert answers[4]["error"]["param"] == "parameters"
+    assert answers[5:7] == [{"id": 1, "result": vectors}, {"id": "b", "result": expected}]
+    assert (answers[7]["id"], answers[7]["error"]["line"]) == ("c", 8)
 
 
 def test_a_stream_ends_after_a_hundred_lines_in_a_row_that_are_not_json(server: Server) -> None:

@@ -18,7 +18,6 @@ from tests.tiny_embedders import checkpoint, scored, write
 from worker.engines.embedding.loading import ScoringOptions, load_reranker
 from worker.engines.embedding.reranker import Reranker
 from worker.messages.scoring import ScoringInput, Truncation
-from worker.model.loading import LoadingFailed
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
@@ -144,12 +143,6 @@ def test_template_of_the_decoder_is_used(tmp_path: Path) -> None:
     [got] = scores(load(folder), ["moo"], raw=True, instruction="Find it")
     text = f"[system] Find it [query] {QUERY} [document] moo <|assistant|>"
     assert got == pytest.approx(yes_less_no(folder, text), abs=1e-3)
-
-
-def test_other_models_are_refused_at_load() -> None:
-    for name, reason in (("bert-classify", "3 labels"), ("bert-base", "no head that scores")):
-        with pytest.raises(LoadingFailed, match=reason):
-            load(tiny.folder(name))
 
 
 # ── over HTTP ──

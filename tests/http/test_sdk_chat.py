@@ -160,20 +160,6 @@ def test_result_of_a_tool_is_in_the_response(demo: Sdk, streams: bool) -> None:
     assert sdk.reports_weather(answer.message.content or ""), answer.message.content
 
 
-@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_message_with_a_call_is_accepted_with_any_content(
-    demo: Sdk, content: dict[str, Any]
-) -> None:
-    call = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    messages: list[Any] = user(sdk.QUESTION)
-    calls = [{"id": "toolu_01", "type": "function", "function": call}]
-    messages.append({"role": "assistant", "tool_calls": calls, **content})
-    messages.append({"role": "tool", "tool_call_id": "toolu_01", "content": sdk.RESULT})
-    create = demo.client.chat.completions.create
-    answer = create(model="demo", messages=messages, tools=[sdk.WEATHER])
-    assert sdk.reports_weather(answer.choices[0].message.content or "")
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_are_rendered_by_a_strict_template(strict: Sdk, streams: bool) -> None:
     fields: dict[str, Any] = {"model": strict.model, "tools": [sdk.CLOCK], "max_tokens": 600}
@@ -239,16 +225,3 @@ def test_reasoning_precedes_constrained_output(tiny: Sdk) -> None:
     called = parse(tiny, **fields, **sdk.SAMPLED)
     assert reasoning(called.choices[0].message)
     assert all(isinstance(call, Clock) for call in calls_of(called))
-
-
-def test_reasoning_is_accepted_in_messages(tiny: Sdk) -> None:
-    earlier: Any = {"role": "assistant", "content": "yes", "reasoning_content": "let me see"}
-    bare: Any = {"role": "assistant", "content": "yes"}
-    prompts = []
-    for message in (earlier, bare):
-        answer = tiny.client.chat.completions.create(
-            model=tiny.model, messages=[*user("hi"), message, *user("why")], max_tokens=1
-        )
-        assert answer.usage is not None
-        prompts.append(answer.usage.prompt_tokens)
-    assert prompts[0] > prompts[1]

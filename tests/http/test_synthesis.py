@@ -395,37 +395,3 @@ def test_a_long_text_outlasts_the_limit_of_a_sentence(
         whole = post(server).content
         assert len(read_audio(whole, "wav")[0])
         assert server.worker_client.queue.pending == 0
-
-
-def test_a_chat_runs_between_sentences(server: Server) -> None:
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}
-    url = f"{server.url}/v1/chat/completions"
-    alone = httpx.post(url, json=chat, timeout=60).json()["choices"]
-    spoken, answers = [], []
-    expected = post(server).content
-    threads = [
-        threading.Thread(target=lambda: spoken.append(post(server).content)) for _ in range(4)
-    ]
-    threads += [
-        threading.Thread(
-            target=lambda: answers.append(httpx.post(url, json=chat, timeout=60).json()["choices"])
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert spoken == [expected] * 4
-    assert answers == [alone] * 4
-
-
-def test_openapi_describes_the_route(server: Server) -> None:
-    document = httpx.get(f"{server.url}/openapi.json").json()
-    operation = document["paths"]["/v1/audio/speech"]["post"]
-    assert operation["tags"] == ["Audio"]
-    content = operation["responses"]["200"]["content"]
-    assert content["audio/mpeg"]["schema"] == {"type": "string", "format": "binary"}
-    assert "text/event-stream" in content
-    properties = document["components"]["schemas"]["SpeechRequest"]["properties"]
-    assert all(schema["description"] for schema in properties.values())

@@ -316,14 +316,10 @@ def test_the_body_is_compiled_whatever_its_name(monkeypatch: pytest.MonkeyPatch,
     assert bodies[-1] not in [part.forward for part in model.children()]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
-@pytest.mark.parametrize(
-    ("name", "kinds"), matrix([("llama", 1), ("gemma3", 2), ("deepseek-v3", 2)], ("gemma3", 2))
-)
-def test_layers_of_a_kind_share_a_graph(
-    name: str, kinds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for several tokens and one for a single token."""
+@pytest.mark.parametrize("name", matrix(["gemma3", "deepseek-v3"], "gemma3"))
+def test_layers_of_a_kind_share_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for several tokens and one for a single token. The models have two kinds of layers."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(LanguageModel, "pack_weights", lambda *_, **__: None)  # as on a GPU
     options = GeneratorOptions(
         str(tiny_decoders.folder(name)), dtype="float32", device="cpu", kv_cache_gb=0.01
@@ -333,7 +329,7 @@ def test_layers_of_a_kind_share_a_graph(
     before = counters["stats"]["unique_graphs"]
     compiled = with_compiled_layers(runner.language.model, "model")
     runner._check_compiled(compiled)
-    assert counters["stats"]["unique_graphs"] - before == 2 * kinds
+    assert counters["stats"]["unique_graphs"] - before == 2 * 2
 
 
 class Plus(nn.Module):
@@ -362,9 +358,11 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @torch.inference_mode()
-def test_layers_that_differ_do_not_share_a_graph(no_step: None) -> None:
+def test_layers_that_differ_do_not_share_a_graph(
+    no_step: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = Layers(Plus(0), Plus(1), Minus(2), Plus(3, factor=5.0), Plus(4))
     compiled = with_compiled_layers(model, "body")
     for width in (3, 7):

@@ -4,10 +4,10 @@ A recorder stands in for the capture and Python functions for the kernels: no GP
 """
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from tests import tiny_decoders
 from tests.decode_kernels import attend, write
 from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
 from tests.matrix import matrix
@@ -31,6 +30,7 @@ from worker.backends.cuda.cuda_graphs import (
 from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.backends.cuda.varlen import VarlenMetadata
 from worker.device.self_check import CannotRun
+from worker.engines.generation.engine import RUNS_AHEAD
 from worker.model import paged_runner
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.paged import AttentionMetadata
@@ -38,6 +38,12 @@ from worker.model.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
 BLOCKS = 60
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run steps ahead, as on a GPU."""
+    monkeypatch.setitem(RUNS_AHEAD, "cpu", True)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +78,7 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
     return graphs
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     "model", matrix(["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"], "llama")
 )
@@ -98,8 +104,10 @@ def test_output_is_the_same_with_graphs(model: str, monkeypatch: pytest.MonkeyPa
     assert sum(prompt_rows) > 48
 
 
-@pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("model", matrix(tiny_decoders.RECURRENT, "qwen3.5", "mamba2"))
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize(
+    "model", matrix(["qwen3.5", "mamba2", "mamba", "lfm2", "kimi-linear"], "qwen3.5", "mamba2")
+)
 def test_decodes_of_recurrent_layers_are_captured(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +164,7 @@ def test_an_eager_step_can_read_a_block_that_a_graph_started() -> None:
     assert_greedy("llama", served, 40)
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     "model", matrix(["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"], "llama")
 )
@@ -261,9 +269,11 @@ def test_a_failed_capture_is_logged_and_steps_are_launched(
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
-def test_a_compiled_model_is_captured_without_compiling_again() -> None:
+def test_a_compiled_model_is_captured_without_compiling_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Compiling again would block the worker's thread."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     runner = runner_of(engine("llama", blocks=BLOCKS))
     eager = runner.model
     thread = threading.Thread(target=runner._compile, args=(torch.get_num_threads(),))

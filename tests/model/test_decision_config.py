@@ -17,7 +17,7 @@ from server.apis.openai.request_fields import decode
 from tests import tiny_decisions, tiny_multimodal
 from tests.generating import Driver
 from tests.model.test_decisions import KINDS, answers, assert_close, probabilities
-from tests.multimodal import png
+from tests.multimodal import loaded, png
 from tests.tiny import hf
 from tests.tiny_decisions import STATE, about, read
 from worker.decision_config import UnusableDecisionConfig, load_decision_config
@@ -208,8 +208,7 @@ BROKEN = {"img-1": {"type": "image", "data_base64": "cG5n"}}
     ],
 )
 def test_error_about_images_names_the_field(fields: dict[str, Any], param: str) -> None:
-    engine = load(str(tiny_multimodal.folder("gemma3")))
-    assert refused(engine, on_images(**fields).decision_input()).param == param
+    assert refused(loaded("gemma3"), on_images(**fields).decision_input()).param == param
 
 
 @pytest.mark.parametrize(

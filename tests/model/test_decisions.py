@@ -99,11 +99,6 @@ def assert_close(actual: Any, wanted: Any) -> None:
         assert actual == wanted
 
 
-def test_probabilities_sum_to_one() -> None:
-    for row in probabilities(tiny_decisions.engine(), read(KINDS).decision_input()):
-        assert sum(row) == pytest.approx(1, abs=1e-6)
-
-
 def test_more_options_than_letters_get_pairs_of_them() -> None:
     criteria = {f"option {n}": None for n in range(30)}
     named = read({"q": {"type": "choice", "criteria": criteria}})

@@ -22,7 +22,7 @@ from tests.tiny_decoders import CONTEXT, decoder
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.backends.cached_runner import CachedRunner
 from worker.device.self_check import CannotRun, narrowed
-from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.engine import RUNS_AHEAD, GenerationEngine
 from worker.engines.generation.input_processor import GenerationItem
 from worker.engines.generation.loading import cached_engine
 from worker.model.language_model import GeneratorOptions
@@ -142,7 +142,7 @@ def new_engine(name: str, keys: int, max_running: int = 256) -> GenerationEngine
     return cached_engine(checked(name, keys), options, "a test asks for it")
 
 
-def generate(name: str, keys: int, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
+def generate(name: str, keys: int, prompt: Sequence[int], count: int) -> list[int]:
     return generating.generate(checked(name, keys).model, [prompt], count)[0]
 
 
@@ -153,10 +153,14 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("keys", [16, 128])
 @pytest.mark.parametrize("name", matrix(MODELS, "glm-moe-dsa", "doge"))
-def test_selected_keys_are_those_of_generate(name: str, keys: int, steps: bool) -> None:
+def test_selected_keys_are_those_of_generate(
+    name: str, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While steps run at once for requests that arrive together, and ahead for others."""
     batch = prompts(LENGTHS[keys])
-    expected = [generate(name, keys, prompt) for prompt in batch]
-    for seed in (None, 1):
+    expected = [generate(name, keys, prompt, TOKENS) for prompt in batch]
+    for seed, ahead in ((None, False), (1, True)):
+        monkeypatch.setitem(RUNS_AHEAD, "cpu", ahead)
         items = [request(prompt, max_tokens=TOKENS) for prompt in batch]
         served, _ = generating.serve(new_engine(name, keys), items, seed)
         assert [one.ids[0] for one in served] == expected
@@ -187,8 +191,9 @@ def test_preempted_sequences_continue_as_before(name: str) -> None:
         driver.generator.scheduler._preempt(sequence)
     others = [driver.add(request(prompt, max_tokens=3)) for prompt in batch]
     driver.finish()
-    assert [one.ids[0] for one in others] == [generate(name, 16, prompt, 3) for prompt in batch]
-    assert [one.ids[0] for one in first] == [generate(name, 16, prompt, 30) for prompt in batch]
+    expected = [generate(name, 16, prompt, 30) for prompt in batch]
+    assert [one.ids[0] for one in first] == expected
+    assert [one.ids[0] for one in others] == [ids[:3] for ids in expected]
 
 
 def test_a_model_that_differs_from_generate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from batching.errors import InvalidInput
 from server.apis.openai.embedding import score as score_module
 from tests import tiny
-from tests.event_streams import CLIENT, post
+from tests.event_streams import post
 from tests.http.test_pipeline_http import error_of
 from tests.model.test_embedder import TEXTS, embed
 from tests.model.test_token_states import token_states
@@ -249,26 +249,6 @@ def test_pairs_are_bounded_and_take_no_instruction(
 # ── over HTTP ──
 
 
-def test_late_interaction_over_http(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "m", query_expansion=EXPANSION)
-    encoder = ST.MultiVectorEncoder(str(folder), device="cpu")
-    with serving(embedding_model=str(folder)) as server:
-        query = {"inputs": TEXTS[:2], "prompt_name": "query", "truncate": True}
-        vectors = post(server, "/embed_all", query).json()
-        for rows, expected in zip(vectors, encoder.encode_query(TEXTS[:2]), strict=True):
-            np.testing.assert_allclose(rows, expected.numpy(), atol=1e-5)
-        info = CLIENT.get(server.url + "/info").json()
-        assert info["model_type"] == {"embedding": {"pooling": "late interaction"}}
-        for path, body in (
-            ("/v1/embeddings", {"input": "a"}),
-            ("/embed", {"inputs": "a"}),
-            ("/embed_sparse", {"inputs": "a"}),
-        ):
-            answer = post(server, path, body)
-            assert answer.status_code == 400
-            assert "POST /embed_all" in error_of(answer)["message"]
-
-
 @pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
 def test_scores_of_an_embedding_model_are_maxsim(
     tmp_path: Path, similarity: str, monkeypatch: pytest.MonkeyPatch
@@ -303,16 +283,3 @@ def test_scores_of_an_embedding_model_are_maxsim(
         answer = post(server, "/v1/score", {"text_1": "a", "text_2": texts})
         assert answer.status_code == 400
         assert f"more than {limit} numbers" in error_of(answer)["message"]
-
-
-def test_rankings_and_scores_of_a_late_interaction_model_over_http(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "m")
-    encoder = ST.MultiVectorEncoder(str(folder), device="cpu")
-    query = encoder.encode_query(["a dog"])
-    [expected] = encoder.similarity(query, encoder.encode_document(TEXTS)).tolist()
-    with serving(rerank_model=str(folder)) as server:
-        ranking = post(server, "/rerank", {"query": "a dog", "texts": TEXTS}).json()
-        scores = {entry["index"]: entry["score"] for entry in ranking}
-        assert [scores[n] for n in range(len(TEXTS))] == pytest.approx(expected, rel=1e-5, abs=SUMS)
-        data = post(server, "/v1/score", {"text_1": "a dog", "text_2": TEXTS}).json()["data"]
-        assert [entry["score"] for entry in data] == pytest.approx(expected, rel=1e-5, abs=SUMS)

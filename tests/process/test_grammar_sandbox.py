@@ -247,7 +247,8 @@ def test_sandbox_ends_with_a_killed_server(grammar: str, tmp_path: Path) -> None
     wait_until(lambda: not alive(pid), 30)
 
 
-def test_sandbox_ends_with_the_server_and_imports_no_torch() -> None:
+def test_sandbox_ends_with_the_server_and_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_CPU_S", 1.0)
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "response_format": schema}

@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from unittest.mock import patch
 
 import httpx
 import pytest
 
+from server.__main__ import main
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.preflight import MISUSE, STARTUP_FAILURE
@@ -190,52 +192,38 @@ def test_an_env_file_is_read_before_the_settings_are_checked(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("args", "env", "message"),
     [
-        (["--host", "no host"], "--host no host"),
-        (["--host", "192.0.2.1"], "Cannot assign requested address"),  # reserved for documentation
-        (["--port", "70000"], "--port 70000: must be 0 to 65535"),
-        (["--uds", "/nowhere/socket"], "--uds /nowhere/socket: its folder does not exist"),
-    ],
-)
-def test_an_unusable_address_is_refused_before_the_model_loads(
-    flags: list[str], message: str
-) -> None:
-    assert_refused(run([*SERVER, *flags], PIPELINE_MODEL="/nowhere"), message)
-
-
-@pytest.mark.parametrize(
-    ("flags", "env", "message"),
-    [
+        (["--host", "no host"], {}, "--host no host"),
+        (["--host", "192.0.2.1"], {}, "Cannot assign requested address"),  # is for documentation
+        (["--port", "70000"], {}, "--port 70000: must be 0 to 65535"),
+        (["--uds", "/nowhere/socket"], {}, "--uds /nowhere/socket: its folder does not exist"),
         ([], {"PORT": "many"}, "'PORT'): 'many' is not a valid integer"),
         ([], {"PORT": "70000"}, "PORT=70000: must be 0 to 65535"),
         ([], {"HOST": "no host"}, "HOST=no host: "),
         (["--port", "80000"], {"PORT": "70000"}, "--port 80000: must be"),
         ([], {"PORT": "70000", "UVICORN_PORT": "80000"}, "--port 80000: must be"),
         (["--host", "other host"], {"HOST": "no host"}, "--host other host: "),
+        (["/nowhere"], {}, "MODEL='/nowhere': there is no such folder"),
+        (["a b"], {}, "MODEL='a b': is neither a folder nor a hub id"),
+        (["demo", "again"], {}, "unexpected extra argument (again)"),
+        (["--max-batch-sise", "8"], {}, "--max-batch-size"),
+        (["--port", "many"], {}, "'many' is not a valid integer"),
+        ([str(ROOT / "worker/demo/chat"), "--chat-model", "demo"], {}, "give one of them"),
     ],
 )
-def test_host_and_port_of_the_environment_are_obeyed_unless_a_flag_is_given(
-    flags: list[str], env: dict[str, str], message: str
+def test_invalid_arguments_are_refused_in_one_line_before_the_model_loads(
+    args: list[str], env: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_refused(run([*SERVER, *flags], **env), message)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["/nowhere"], "MODEL='/nowhere': there is no such folder"),
-        (["a b"], "MODEL='a b': is neither a folder nor a hub id"),
-        (["demo", "again"], "unexpected extra argument (again)"),
-        (["--max-batch-sise", "8"], "--max-batch-size"),
-        (["--port", "many"], "'many' is not a valid integer"),
-        ([str(ROOT / "worker/demo/chat"), "--chat-model", "demo"], "give one of them"),
-    ],
-)
-def test_invalid_arguments_are_refused_in_one_line(args: list[str], message: str) -> None:
-    done = run([*SERVER, *args])
-    assert_refused(done, message)
-    assert done.stderr.count("\n") == 1
+    with (
+        patch.dict(os.environ, {"PIPELINE_MODEL": "/nowhere", **env}),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main(["serve", *args])
+    assert ended.value.code == MISUSE
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("onequeue: ")
+    assert message in line
 
 
 def test_the_command_needs_no_torch() -> None:

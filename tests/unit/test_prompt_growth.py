@@ -151,16 +151,3 @@ def test_the_part_that_the_next_prompt_repeats_is_known(name: str, effort: str |
             assert common(before, ids) >= history_len
         before, history_len = ids, template.history_len(rendered, ids)
         assert len(ids) - history_len <= 2 * BLOCK
-
-
-@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
-def test_equal_histories_give_equal_prompts(name: str) -> None:
-    """Spaces in arguments, and content that is null or empty beside calls, make no difference."""
-    [*_, (messages, _)] = conversation(name)
-    other = json.loads(json.dumps(messages))
-    for message in other:
-        for call in message.get("tool_calls", []):
-            message["content"] = None
-            arguments = json.loads(call["function"]["arguments"])
-            call["function"]["arguments"] = json.dumps(arguments, separators=(",", " :"))
-    assert token_ids(name, messages) == token_ids(name, other)

@@ -60,31 +60,7 @@ def test_calls_are_parsed_whatever_the_chunks(
     assert calls == read(JsonCallParser("fn", "args"), text, range(len(text)))
 
 
-def test_name_is_emitted_as_soon_as_it_is_complete() -> None:
-    parser = JsonCallParser("name", "arguments")
-    assert parser.feed('{"name": "get_wea') == []
-    assert not parser.started
-    assert parser.feed('ther"') == [("get_weather", "")]
-    assert parser.started
-    assert parser.feed(', "arguments": {"a') == [(None, '{"a')]
-    assert parser.feed('": 1} ') == [(None, '": 1}')]
-    assert parser.feed("}\n") == []
-
-
 def test_bare_arguments_belong_to_the_fixed_name() -> None:
     assert read(JsonCallParser("", "", "f"), ' {"a": "b } "} \n', [3, 9]) == [
         ("f", '{"a": "b } "}')
     ]
-
-
-def test_json_without_a_name_is_no_call() -> None:
-    for text in (
-        "nonsense",
-        "{}",
-        '{"name": 3, "arguments": {}}',
-        '["name", "arguments"]',
-        '{"name',
-    ):
-        parser = JsonCallParser("name", "arguments")
-        parser.feed(text)
-        assert not parser.started, text
