@@ -107,10 +107,12 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "gemma": decoder("GemmaConfig", num_key_value_heads=1),
     "gemma2": decoder("Gemma2Config", attn_logit_softcapping=2.0, final_logit_softcapping=20.0),
     "gemma3": decoder("Gemma3TextConfig"),
+    "phi": decoder("PhiConfig", num_key_value_heads=4),
     "phi3": decoder("Phi3Config"),
     "gpt2": decoder("GPT2Config"),
     "gpt-neox": decoder("GPTNeoXConfig"),
     "opt": decoder("OPTConfig"),
+    "olmo2": decoder("Olmo2Config"),
     "granite": decoder(
         "GraniteConfig",
         embedding_multiplier=2.0,
@@ -118,6 +120,8 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
         residual_multiplier=0.7,
         logits_scaling=2.0,
     ),
+    "starcoder2": decoder("Starcoder2Config", sliding_window=WINDOW),
+    "cohere": decoder("CohereConfig", logit_scale=1.0),
     "cohere2": decoder("Cohere2Config", logit_scale=1.0),
     "deepseek-v3": decoder("DeepseekV3Config", n_group=2, v_head_dim=12),
     "smollm3": decoder("SmolLM3Config", no_rope_layers=[1, 0]),
@@ -128,6 +132,8 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
         floor_scale=8,  # its temperature changes at every 8th position
         attn_scale=0.5,
     ),
+    "ernie4.5": decoder("Ernie4_5Config"),
+    "glm4": decoder("Glm4Config"),
     "gpt-oss": decoder("GptOssConfig", rope_parameters=DEFAULT_ROPE),
 }
 # Models with recurrent layers.
@@ -251,11 +257,7 @@ def skip_where_capping_is_ignored(name: str) -> None:
         pytest.skip("transformers' sdpa forward ignores soft-capping")
 
 
-WINDOWED = ("mistral", "gemma2", "gemma3", "cohere2", "gpt-oss")
-# One for each way to call attention: others differ from these within their layers alone.
-ARCHITECTURES = [
-    "llama", "gpt2", "opt", "gemma", "gemma2", "gemma3", "mistral", "cohere2", "granite", "smollm3",
-    "llama4", "qwen3-moe", "gpt-oss", "deepseek-v3",
-]  # fmt: skip
+WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
+ARCHITECTURES = sorted(BUILDERS)
 BUILDERS |= RECURRENT | UNPAGED | LONG_ROPES | UNFIXABLE | YARN | WIDE
 tiny.BUILDERS |= BUILDERS

@@ -139,20 +139,20 @@ SPLIT = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(
 SPLIT_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 
 
-def smolvlm() -> list[Any]:
+def split(family: str) -> list[Any]:
     """Images are split into four tiles, plus one of the whole image."""
     tokenizer = new_tokenizer(*SPLIT_TOKENS, *SPLIT, image="<image>")
-    config = hf.SmolVLMConfig(
+    config = getattr(hf, f"{family}Config")(
         vision_config=VISION,
         text_config=text(tokenizer, "LlamaConfig").to_dict(),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=2,
     )
-    images = hf.SmolVLMImageProcessorPil(
+    images = getattr(hf, f"{family}ImageProcessorPil")(
         size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
     )
-    model = hf.SmolVLMForConditionalGeneration(config)
+    model = getattr(hf, f"{family}ForConditionalGeneration")(config)
     return [with_random_vectors(model), images, tokenizer, {"image_seq_len": 4}]
 
 
@@ -299,6 +299,7 @@ def paddleocr_vl() -> list[Any]:
 UNPAGED = "gemma4-large", "mllama"
 PROCESSORS = {
     "smolvlm": "SmolVLMImageProcessorPil",
+    "idefics3": "Idefics3ImageProcessorPil",
     "gemma4-small": "Gemma4Processor",
     "gemma4-large": "Gemma4Processor",
 }
@@ -308,7 +309,8 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
     "qwen3.5-vl": qwen3_5_vl,
-    "smolvlm": smolvlm,
+    "smolvlm": lambda: split("SmolVLM"),
+    "idefics3": lambda: split("Idefics3"),
     "gemma3": gemma3,
     "paligemma": paligemma,
     "glm4v": glm4v,

@@ -38,7 +38,7 @@ def glm4v() -> list[Any]:
 
 
 def smolvlm() -> list[Any]:
-    model, images, tokenizer, settings = tiny_multimodal.smolvlm()
+    model, images, tokenizer, settings = tiny_multimodal.split("SmolVLM")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<video>"]})
     videos = hf.SmolVLMVideoProcessor(
         size={"longest_edge": 2 * SIDE},

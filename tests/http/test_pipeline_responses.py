@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 import pytest
+import transformers
 
 from tests import tiny
 from tests import tiny_media as tiny_media  # adds its models to the list
@@ -73,12 +74,17 @@ CASES = [
     Case("document-question-answering", "layoutlm", DOCUMENTS, DOCUMENTS, ({}, {"top_k": 2})),
     Case("image-classification", "vit", IMAGES, OPENED, ({}, {"top_k": 1})),
     Case("image-feature-extraction", "vit-base", IMAGES, OPENED, ({"pool": True},)),
+    Case("image-segmentation", "segformer", IMAGES, OPENED),
+    Case("object-detection", "yolos", IMAGES, OPENED, ({"threshold": 0.0},)),
+    Case("depth-estimation", "glpn", IMAGES, OPENED),
     Case("zero-shot-image-classification", "clip", IMAGES, OPENED, (LABELS,)),
     Case(
         "zero-shot-object-detection", "owlvit", DETECTED, [{"image": i, **LABELS} for i in OPENED]
     ),
     Case("audio-classification", "wav2vec2-classify", RECORDINGS, SOUNDS, ({}, {"top_k": 1})),
     Case("automatic-speech-recognition", "wav2vec2-ctc", RECORDINGS, SOUNDS),
+    Case("zero-shot-audio-classification", "clap", RECORDINGS, SOUNDS, (LABELS,)),
+    Case("text-to-audio", "vits", TEXTS, TEXTS),
     Case(
         "keypoint-matching", "superglue", [{"images": IMAGES}, {"images": IMAGES[::-1]}],
         [OPENED, OPENED[::-1]],
@@ -86,9 +92,14 @@ CASES = [
 ]  # fmt: skip
 
 
+RECENT = ("segformer", "vits")  # transformers 5.17 lacks or breaks them
+
+
 @pytest.mark.parametrize("number", matrix(range(len(CASES)), 0, 1, 2, 7, 9))
 def test_response_is_what_the_pipeline_returns(number: int) -> None:
     case = CASES[number]
+    if case.model in RECENT and not hasattr(transformers, "decision"):
+        pytest.skip("transformers 5.17 lacks or breaks it")
     call: Any = oracle(case.task, case.model)
     path = str(tiny.folder(case.model))
     with serving(pipeline_task=case.task, pipeline_model=path, device="cpu", dtype="float32") as s:

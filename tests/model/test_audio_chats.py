@@ -180,13 +180,8 @@ def questions(model: str) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "tokens"),
-    matrix(
-        [("qwen2_audio", None), *((name, 5) for name in PAGED)],
-        *(("qwen2_audio", None), ("qwen2_audio", 5), ("audioflamingo3", 5)),
-    ),
-)
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio", "audioflamingo3"))
 def test_output_is_the_same_beside_other_requests_and_in_chunks(
     model: str, tokens: int | None
 ) -> None:
@@ -198,23 +193,25 @@ def test_output_is_the_same_beside_other_requests_and_in_chunks(
     assert bool(driver.partial) == bool(tokens)
 
 
-def test_prefix_cache_is_shared_by_equal_recordings_only() -> None:
-    generator = engine("qwen2_audio")
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
+def test_prefix_cache_is_shared_by_equal_recordings_only(model: str) -> None:
+    generator = engine(model)
     question = "What are these sounds, and what are they for? "
     cached = []
     for recording, more in ((ONE, ""), (OTHER, ""), (ONE, " And more?"), (wav(7), " And more?")):
         served, _ = serve(generator, [request(question, recording, "what?" + more)])
-        assert_generated("qwen2_audio", served)
+        assert_generated(model, served)
         cached.append(served[0].deltas[0].cached_tokens)
     assert cached[0] == 0 < cached[1] == cached[3] < cached[2]
 
 
-def test_preempted_recordings_continue_with_the_same_output() -> None:
-    generator = engine("qwen2_audio", blocks=18)
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
+def test_preempted_recordings_continue_with_the_same_output(model: str) -> None:
+    generator = engine(model, blocks=18)
     items = [request("One ", wav(seed, 0.4), "!", max_tokens=40 + seed) for seed in range(6)]
     served, driver = serve(generator, items)
     assert driver.total("preempted")
-    assert_generated("qwen2_audio", served)
+    assert_generated(model, served)
 
 
 @pytest.mark.parametrize("tokens", [None, 5])
@@ -245,13 +242,8 @@ def unpaged(model: str) -> GenerationEngine:
         return load_generator(options)
 
 
-@pytest.mark.parametrize(
-    ("model", "caches"),
-    matrix(
-        [*((name, True) for name in FAMILIES), ("gemma4", False), ("qwen2_audio", False)],
-        *(("gemma4", True), ("gemma4", False)),
-    ),
-)
+@pytest.mark.parametrize("model", matrix(FAMILIES, "gemma4"))
+@pytest.mark.parametrize("caches", [True, False])
 def test_unpaged_model_runs_recordings_on_transformers_cache(model: str, caches: bool) -> None:
     generator = unpaged(model)
     runner = generator.runner

@@ -32,9 +32,11 @@ from worker.messages.generation import Sampling
 from worker.model.language_model import GeneratorOptions, LanguageModel
 
 RECURRENT = {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3, "head_dim": 8}
-NAMES = ("bloom", "falcon-alibi", "mamba", "mamba2", "qwen3.5", "llama")
+NAMES = ("bloom", "falcon-alibi", "mamba", "mamba2", "qwen3.5", "qwen3-next", "llama")
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     **{name: tiny_decoders.BUILDERS[name] for name in NAMES},
+    "falcon": decoder("FalconConfig", alibi=False, new_decoder_architecture=True, num_kv_heads=2),
+    "stablelm": decoder("StableLmConfig", num_key_value_heads=4),
     "gpt-neo": decoder("GPTNeoConfig", attention_types=[[["global", "local"], 1]], window_size=8),
     "trocr": decoder("TrOCRConfig"),
     "rwkv": decoder("RwkvConfig", attention_hidden_size=32, context_length=256),
@@ -239,9 +241,7 @@ def short_steps(tokens: int = 13) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "name", matrix(["bloom", "mamba", "gpt-neo", "rwkv", "recurrent-gemma"], "bloom", "mamba")
-)
+@pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "mamba"))
 def test_other_models_run_between_the_layers_of_a_whole_prompt(name: str) -> None:
     late, early = prompts(15, (60, 5))
     driver = Driver(new_engine(name))

@@ -25,10 +25,11 @@ from tests.generating import (
 from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES
 from worker.backends.native_attention import NativeMetadata
-from worker.engines.generation.engine import RUNS_AHEAD
 from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
+
+pytestmark = pytest.mark.usefixtures("steps")
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
@@ -101,12 +102,9 @@ def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPat
 def test_greedy_output_with_native_attention_equals_generate(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While steps run ahead."""
-    monkeypatch.setitem(RUNS_AHEAD, "cpu", True)
     check_parity(model, FEATURES, 1, monkeypatch, NativeMetadata)
 
 
-@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
 @pytest.mark.parametrize("model", matrix(["llama", "gemma3", "qwen3-moe"], "llama"))
 def test_each_feature_alone_leaves_the_output_unchanged(
@@ -121,7 +119,7 @@ COMBINATIONS = [
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("native", "steps")
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("metadata", [AttentionMetadata, NativeMetadata])
 @pytest.mark.parametrize("features", COMBINATIONS, ids=lambda chosen: "+".join(sorted(chosen)))
 @pytest.mark.parametrize("model", ARCHITECTURES)

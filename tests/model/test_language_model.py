@@ -37,7 +37,7 @@ def language(model: str) -> LanguageModel:
 def test_an_architecture_runs_on_a_paged_cache(model: str) -> None:
     loaded = language(model)
     PagingCheck(loaded).enable()
-    second = WINDOW if model == "mistral" else 0
+    second = WINDOW if model in ("mistral", "starcoder2") else 0
     assert loaded.windows == [WINDOW if model in WINDOWED else 0, second]
     assert [layer.chunk for layer in loaded.layers] == [WINDOW if model == "llama4" else 0, 0]
     assert loaded.context == tiny_decoders.CONTEXT

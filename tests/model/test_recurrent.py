@@ -23,7 +23,6 @@ from tests.generating import (
 from tests.matrix import matrix
 from tests.model.test_generation import FEATURES, LENGTHS, check_parity
 from worker.backends.native_attention import NativeMetadata
-from worker.engines.generation.engine import RUNS_AHEAD
 from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
@@ -54,23 +53,21 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedRunner, "verifies_drafts", True)
 
 
-@pytest.mark.usefixtures("drafts")
+@pytest.mark.usefixtures("steps", "drafts")
 @pytest.mark.parametrize("model", matrix(PAGED, "qwen3.5"))
 def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_parity(model, FEATURES, 1, monkeypatch, texts=texts(1))
 
 
-@pytest.mark.usefixtures("native", "drafts")
+@pytest.mark.usefixtures("steps", "native", "drafts")
 @pytest.mark.parametrize("model", matrix(PAGED, "falcon-h1"))
 def test_greedy_output_with_native_attention_equals_generate(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While steps run ahead."""
-    monkeypatch.setitem(RUNS_AHEAD, "cpu", True)
     check_parity(model, FEATURES, 1, monkeypatch, NativeMetadata, texts(1))
 
 
-@pytest.mark.usefixtures("steps", "drafts")
+@pytest.mark.usefixtures("drafts")
 @pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
 def test_each_feature_alone_leaves_the_output_unchanged(
     feature: str | None, monkeypatch: pytest.MonkeyPatch
