@@ -37,7 +37,7 @@ class Replica:
         self.url = f"http://127.0.0.1:{port}"
         # nobody else reads it, and lines about an outage would fill the pipe
         threading.Thread(target=self.child.stderr.read, daemon=True).start()  # type: ignore[union-attr]
-        wait_until(lambda: CLIENT.get(self.url + "/ready").status_code == 200)
+        wait_until(lambda: CLIENT.get(self.url + "/ready").status_code == 200, 240)
 
     def kill(self) -> None:
         self.child.send_signal(signal.SIGKILL)
@@ -77,15 +77,15 @@ def server() -> Iterator[Postgres]:
 
 
 def test_each_line_has_one_result_though_servers_and_the_database_end(server: Postgres) -> None:
-    command, count = program(PROGRAM, url=server.new_database()), 3000
+    command, count = program(PROGRAM, url=server.new_database()), 1500
     with ExitStack() as stack:
         replicas = [Replica(command, stack) for _ in range(3)]
         id = replicas[0].create([chat_line(str(n), f"say {n}") for n in range(count)])
-        wait_until(lambda: replicas[1].completed(id) > 300)
+        wait_until(lambda: replicas[1].completed(id) > 300, 240)
         replicas[0].kill()
         replicas[0] = Replica(command, stack)
         done = replicas[1].completed(id)
-        wait_until(lambda: replicas[1].completed(id) > min(done + 300, count - 1))
+        wait_until(lambda: replicas[1].completed(id) > min(done + 300, count - 1), 240)
         server.stop(signal.SIGQUIT)
         assert replicas[1].batch(id) is None
         chat = {"model": "demo", "messages": [{"role": "user", "content": "say a"}]}
@@ -93,12 +93,14 @@ def test_each_line_has_one_result_though_servers_and_the_database_end(server: Po
         stored = replicas[1].call("POST", "/responses", json={"input": "say a"})
         assert (stored["status"], stored["store"]) == ("completed", False)
         server.start()
-        wait_until(lambda: (replicas[2].batch(id) or {}).get("status") == "completed")
+        wait_until(lambda: (replicas[2].batch(id) or {}).get("status") == "completed", 240)
         batch = replicas[2].batch(id)
         counts = batch["request_counts"]
         assert counts == {"total": count, "completed": count, "failed": 0}
         url = f"{replicas[1].url}/v1/files/{batch['output_file_id']}/content"
-        output = [json.loads(line) for line in CLIENT.get(url).text.splitlines()]
+        content = CLIENT.get(url)
+        assert content.status_code == 200, content.text
+        output = [json.loads(line) for line in content.text.splitlines()]
         assert sorted(int(line["custom_id"]) for line in output) == [*range(count)]
         assert len({line["id"] for line in output}) == count
         stored = replicas[1].call("POST", "/responses", json={"input": "say a"})

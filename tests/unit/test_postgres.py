@@ -64,6 +64,8 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(module, "WAIT_S", 0.5)
         one, other = (module.PostgresDatabase(server.url()) for _ in range(2))
+        with ThreadPoolExecutor(4) as pool:  # as many connections
+            assert len([*pool.map(one.execute, ["SELECT pg_sleep(0.5)"] * 4)]) == 4
         server.stop(signal.SIGQUIT)
         with pytest.raises(DatabaseDown, match="not available"):
             one.execute("SELECT 1")

@@ -8,6 +8,7 @@ After an outage no process judges another one until all have had the time to con
 """
 
 import contextlib
+import logging
 import select
 import threading
 import time
@@ -20,6 +21,8 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from batching.errors import InvalidInput
 from server.apis.openai.database import Database, DatabaseDown, Row
+
+logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # each call here reports its failure
 
 MAX_CONNECTIONS = 8  # of the pool
 WAIT_S = 2.0  # for one of them
@@ -58,11 +61,12 @@ def configure(connection: "psycopg.Connection[Row]") -> None:
 
 
 def check_is_open(connection: "psycopg.Connection[Row]") -> None:
-    """Raise if an idle connection has been closed, as by a restart of the server. A query would
-    take as long as others do."""
+    """Raise if an idle connection has been closed by the server, as by a restart. The pool keeps
+    one that is not closed here, too. A query would take as long as others do."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     if poll.poll(0):
+        connection.close()
         raise psycopg.OperationalError("the connection was closed")
 
 
