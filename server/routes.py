@@ -6,7 +6,6 @@ app.py makes them once, from the settings, before any model is loaded.
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
@@ -236,11 +235,9 @@ def open_database(settings: Settings, jobs: JobRunner) -> Database | None:
         database = PostgresDatabase(settings.store)
         SharedLimits(database, jobs)
         return database
-    except NewerSchema as error:
-        raise SettingsError(f"STORE: {error}") from None
     except DatabaseDown as error:
         raise SettingsError(f"STORE: {error.args[0]}") from None
-    except ValueError as error:
+    except (NewerSchema, ValueError) as error:
         raise SettingsError(f"STORE: {error}") from None
 
 
@@ -257,12 +254,7 @@ def open_batches(settings: Settings, database: Database | None) -> BatchStore:
     max_bytes = int(settings.batch_dir_gb * 1e9)
     of_a_key = max_bytes // 2 if settings.has_keys else max_bytes
     try:
-        if database:
-            return BatchStore(database, max_bytes, of_a_key)
-        store = BatchStore(open_folder(settings.batch_dir), max_bytes, of_a_key)
-        if (contents := Path(settings.batch_dir).expanduser() / "files").is_dir():
-            store.import_contents(contents)
-        return store
+        return BatchStore(database or open_folder(settings.batch_dir), max_bytes, of_a_key)
     except (NewerSchema, OSError, sqlite3.Error) as error:
         name = "STORE" if database else f"BATCH_DIR={settings.batch_dir!r}"
         raise SettingsError(f"{name}: {error}") from None

@@ -128,7 +128,7 @@ class Databases:
         if not self.is_postgres:
             path = Path(self.settings["batch_dir"]) / "batches.sqlite"
             with closing(sqlite3.connect(path)) as database, database:
-                return database.execute(sql, values).fetchall()  # type: ignore[arg-type]
+                return database.execute(sql, values).fetchall()
         import psycopg
 
         with psycopg.connect(self.url) as connection:

@@ -16,7 +16,6 @@ from server.apis.openai.database import Database, DatabaseDown
 from server.app import create_app
 from server.core.settings import SettingsError, load_settings
 from tests.postgres import Postgres, kill, running_postgres
-from tests.serving import wait_until
 
 
 @pytest.fixture
@@ -62,33 +61,26 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
     with running_postgres() as server:
         from server.apis.openai import postgres as module
 
-        monkeypatch.setattr(module, "WAIT_S", 0.5)
         one, other = (module.PostgresDatabase(server.url()) for _ in range(2))
         with ThreadPoolExecutor(4) as pool:  # as many connections
             assert len([*pool.map(one.execute, ["SELECT pg_sleep(0.5)"] * 4)]) == 4
         server.stop(signal.SIGQUIT)
         with pytest.raises(DatabaseDown, match="not available"):
             one.execute("SELECT 1")
+        with pytest.raises(DatabaseDown) as error:
+            one.renew()
+        assert str(server.folder) not in str(error.value)
         before = time.perf_counter()
         for _ in range(100):  # without a wait of each
             with pytest.raises(DatabaseDown):
                 one.execute("SELECT 1")
-        assert time.perf_counter() - before < 20
-        with pytest.raises(DatabaseDown) as error:
-            one.renew()
-        assert str(server.folder) not in str(error.value)
+        assert time.perf_counter() - before < 3
         server.start()
         one.renew()
         # the other one has no lock yet, and is not taken for dead
         assert one.is_alive(other.process)
 
-        def works() -> bool:
-            try:
-                return bool(one.execute("SELECT 1") == [(1,)])
-            except DatabaseDown:
-                return False
-
-        wait_until(works)
+        assert one.execute("SELECT 1") == [(1,)]  # at once, in the time of a new connection
         other.renew()
         monkeypatch.setattr(one, "_judges_from", 0.0)
         assert one.is_alive(other.process)
@@ -146,5 +138,3 @@ def test_processes_share_the_limits_of_keys(opened: Callable[[], Any]) -> None:
     limits[0].database.execute("UPDATE limits SET updated = updated - interval '1 hour'")
     anyio.run(limits[1]._poll)
     assert bucket_of(1).left(time.monotonic()) == 60
-    limits[0].remove_expired()
-    assert limits[0].database.execute("SELECT * FROM limits") == []

@@ -231,8 +231,8 @@ def test_responses_keep_their_order_and_their_bounds(databases: Databases) -> No
 def test_only_the_user_reads_the_files(tmp_path: Path, exists: bool) -> None:
     path = tmp_path / "responses.db"
     if exists:
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            use_write_ahead_log(database)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            use_write_ahead_log(connection)
             path.chmod(0o644)
     database = SqliteDatabase(str(path))
     store = ResponseStore(database)

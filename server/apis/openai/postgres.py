@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from psycopg_pool import ConnectionPool, PoolTimeout
+from psycopg_pool import ConnectionPool
 
 from batching.errors import InvalidInput
 from server.apis.openai.database import Database, DatabaseDown, Row
@@ -25,28 +25,20 @@ from server.apis.openai.database import Database, DatabaseDown, Row
 logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # each call here reports its failure
 
 MAX_CONNECTIONS = 8  # of the pool
-WAIT_S = 2.0  # for one of them
-DOWN_S = 0.5  # after a wait in vain, queries fail at once
+WAIT_S = 4.0  # for one of them, unless the database is down
 RECONNECT_S = 5.0  # from an outage's end until all processes have their locks again
 LOCK_CLASS = 0x0E0E  # of the advisory locks of processes
 MIGRATION_LOCK = 0x0E0E0000
 # A machine that is lost is noticed after 11 s without a reply.
 CONNECTION = {
-    "connect_timeout": 2,
-    "tcp_user_timeout": 5000,
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-    "application_name": "onequeue",
-}
+    "connect_timeout": 2, "tcp_user_timeout": 5000, "keepalives_idle": 5, "keepalives_interval": 2,
+    "keepalives_count": 3, "application_name": "onequeue",
+}  # fmt: skip
 # Of a session. The second one is for a process that is stopped within a transaction.
-SESSION = """
-SET statement_timeout = '10s';
-SET idle_in_transaction_session_timeout = '10s';
-SET tcp_keepalives_idle = 5;
-SET tcp_keepalives_interval = 2;
-SET tcp_keepalives_count = 3
-"""
+SESSION = (
+    "SET statement_timeout = '10s'; SET idle_in_transaction_session_timeout = '10s'; "
+    "SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3"
+)
 # From SQLite's types to PostgreSQL's, in this order.
 TYPES = {
     "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
@@ -84,7 +76,7 @@ class PostgresDatabase(Database):
         except psycopg.ProgrammingError as error:
             raise ValueError(str(error).strip()) from None
         self._thread = threading.local()  # its transaction
-        self._down_until = self._judges_from = 0.0
+        self._judges_from, self._is_down = 0.0, False
         self._locking = self._connect()
         self._pool = ConnectionPool(
             kwargs=self._options,
@@ -94,7 +86,7 @@ class PostgresDatabase(Database):
             configure=configure,
             check=check_is_open,
             timeout=WAIT_S,
-            reconnect_timeout=WAIT_S,
+            reconnect_timeout=WAIT_S / 2,
         )
 
     def execute(self, sql: str, values: Sequence[object] = ()) -> list[Row]:
@@ -131,15 +123,16 @@ class PostgresDatabase(Database):
             "SELECT count(*) FROM pg_locks JOIN pg_database ON database = pg_database.oid "
             "WHERE datname = current_database() AND locktype = 'advisory' AND classid = ?"
         )
-        return max(1, self.execute(locks, (LOCK_CLASS,))[0][0])
+        return max(1, int(self.execute(locks, (LOCK_CLASS,))[0][0]))
 
     def renew(self) -> None:
         try:
             self._locking.execute("SELECT 1")
         except psycopg.Error:
+            self._is_down = True
             self._locking.close()
             self._locking = self._connect()
-            self._judges_from = time.monotonic() + RECONNECT_S
+            self._judges_from, self._is_down = time.monotonic() + RECONNECT_S, False
 
     def close(self) -> None:
         self._pool.close()
@@ -161,14 +154,10 @@ class PostgresDatabase(Database):
             if connection := getattr(self._thread, "connection", None):
                 yield connection
                 return
-            if time.monotonic() < self._down_until:
-                raise DatabaseDown("it was not available a moment ago")
-            try:
-                with self._pool.connection() as connection:
-                    yield connection
-            except PoolTimeout:
-                self._down_until = time.monotonic() + DOWN_S
-                raise
+            if self._is_down:  # a wait of each would take threads from other requests
+                raise DatabaseDown("it could not be reached a second ago")
+            with self._pool.connection() as connection:
+                yield connection
 
     def _version(self, name: str) -> int:
         self.execute("SELECT pg_advisory_xact_lock(?)", (MIGRATION_LOCK,))

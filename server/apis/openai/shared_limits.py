@@ -16,7 +16,7 @@ from server.apis.openai.jobs import JobRunner
 from server.apis.openai.postgres import PostgresDatabase
 from server.apis.openai.store import Store
 
-# The units that were left at a time; a row that is full again may be deleted.
+# The units that were left at a time.
 LIMITS = """
 CREATE TABLE limits (
     name TEXT PRIMARY KEY,
@@ -81,6 +81,3 @@ class SharedLimits(Store):
             self.database.execute(TAKE, (names, limits, [taken[name] for name in names]))
         left = {name: float(units) for name, units in self.database.execute(LEFT)}
         return left, self.database.count_processes()
-
-    def remove_expired(self) -> None:
-        self.database.execute(f"DELETE FROM limits WHERE {REFILLED} >= per_minute")

@@ -31,8 +31,7 @@ MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
 EVENTS_S = 3600
 MAX_READ_BYTES = 1 << 18  # of events at a time, or one event
-MAX_READ_EVENTS = 1000
-MAX_USED = 1000  # responses of a chain in a statement
+MAX_ROWS = 1000  # of a statement
 TTL_S = 30 * 24 * 3600.0  # of unused responses, as OpenAI has it
 ENDED = "the server process that generated the response has ended"
 
@@ -177,18 +176,12 @@ class ResponseStore(Store):
         self.database.execute_many(
             "INSERT INTO items VALUES (?, ?, ?) ON CONFLICT DO NOTHING", items
         )
-        if ended:
-            self._end_events(id, document)
-        self._drop()
-
-    def _end_events(self, id: str, document: Document) -> None:
-        """Add the last event of a background response, if it has others."""
-        execute = self.database.execute
-        [[count]] = execute("SELECT max(number) + 1 FROM events WHERE id = ?", (id,))
-        if count is not None:
+        kept = "SELECT max(number) + 1 FROM events WHERE id = ?"
+        if ended and (count := execute(kept, (id,))[0][0]) is not None:
             last = {"type": f"response.{document['status']}", "response": document}
             self._add_event(id, count, named_frame(last | {"sequence_number": count}))
             execute(f"UPDATE responses SET size = size + {EVENT_BYTES} WHERE id = ?", (id,))
+        self._drop()
 
     # ── background responses that have not ended ──
 
@@ -244,7 +237,7 @@ class ResponseStore(Store):
         generating = "SELECT 1 FROM generating WHERE id = ?"
         sizes = (
             "SELECT number, length(event) FROM events WHERE id = ? AND number > ? "
-            f"ORDER BY number LIMIT {MAX_READ_EVENTS}"
+            f"ORDER BY number LIMIT {MAX_ROWS}"
         )
         select = "SELECT event FROM events WHERE id = ? AND number > ? AND number <= ?"
         kept = "SELECT min(number), max(number) FROM events WHERE id = ?"
@@ -309,8 +302,8 @@ class ResponseStore(Store):
         return chain[::-1]
 
     def _use(self, ids: Sequence[str]) -> None:
-        for n in range(0, len(ids), MAX_USED):
-            part = ids[n : n + MAX_USED]
+        for n in range(0, len(ids), MAX_ROWS):
+            part = ids[n : n + MAX_ROWS]
             marks = ", ".join("?" * len(part))
             # What another process changes is left to it, or two would wait for each other.
             found = f"SELECT id FROM responses WHERE id IN ({marks}) AND used > 0"
