@@ -320,15 +320,18 @@ def test_uploads_that_a_crash_has_left_are_removed_at_the_start(tmp_path: Path) 
     assert [*left.parent.iterdir()] == []
 
 
-def test_contents_that_an_earlier_version_kept_in_a_folder_are_imported(tmp_path: Path) -> None:
-    store = BatchStore(open_folder(str(tmp_path)), 200_000, 100_000)
-    id = add(store, b"content")
-    store.database.execute("DELETE FROM chunks")
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / id).write_bytes(b"content, and what a crash has left")
-    store.import_contents(tmp_path / "files")
-    assert content_of(store, id) == b"content"
-    assert not (tmp_path / "files").exists()
+def test_files_whose_contents_were_in_a_folder_are_dropped(tmp_path: Path) -> None:
+    """As an earlier version has left them."""
+    database = open_folder(str(tmp_path))
+    first, *_ = store_module.MIGRATIONS
+    database.migrate("batches", [first])
+    columns = "id, namespace, purpose, filename, bytes, created_at, expires_at, is_whole"
+    database.execute(
+        f"INSERT INTO files ({columns}) VALUES ('file-1', ?, '', '', 1, 1, 1, 1)", [KEY]
+    )
+    store = BatchStore(database, 200_000, 100_000)
+    assert database.execute("SELECT * FROM files") == []
+    add(store, b"x")
 
 
 def test_space_is_shared_and_given_back(store: BatchStore) -> None:

@@ -85,8 +85,11 @@ CREATE TABLE IF NOT EXISTS lines (
     PRIMARY KEY (batch, position)
 ) WITHOUT ROWID;
 """
-# `process` checks the input of a batch, or runs a line that is not done.
+# `process` checks the input of a batch, or runs a line that is not done. Files whose contents were
+# not in the database are dropped, and their batches.
 CLAIMS_AND_CHUNKS = """
+DELETE FROM batches;
+DELETE FROM files;
 ALTER TABLE batches ADD COLUMN process TEXT;
 ALTER TABLE lines ADD COLUMN process TEXT;
 CREATE INDEX batches_claimed ON batches (process) WHERE process IS NOT NULL;
@@ -187,7 +190,7 @@ class BatchStore(Store):
                 raise HttpError(413, message, code="storage_full") from None
             self._insert_file(*values, is_whole=False)
         try:
-            self._copy(id, source, size)
+            self._copy(id, source)
             self.database.execute("UPDATE files SET is_whole = TRUE WHERE id = ?", (id,))
         except BaseException:
             with contextlib.suppress(OSError, sqlite3.Error):
@@ -195,19 +198,11 @@ class BatchStore(Store):
             raise
         return file_object((id, size, now, now + kept_s, filename, "batch"))
 
-    def import_contents(self, folder: Path) -> None:
-        """Store the contents that an earlier version has kept in a folder."""
-        for path in folder.iterdir():
-            with self.database.transaction():
-                self._copy(path.name, str(path), self.size(path.name))
-            path.unlink()
-        folder.rmdir()
-
-    def _copy(self, id: str, source: str, size: int) -> None:
+    def _copy(self, id: str, source: str) -> None:
         """Store the content of a file, in several transactions: others write between them."""
         start = 0
         with open(source, "rb") as file:
-            while piece := file.read(min(UPLOADED_CHUNKS * CHUNK_BYTES, size - start)):
+            while piece := file.read(UPLOADED_CHUNKS * CHUNK_BYTES):
                 with self.database.transaction():
                     start = self._add_chunks(id, start, piece)
 
@@ -380,13 +375,11 @@ class BatchStore(Store):
     def _changing(self, record: BatchRecord) -> Iterator[bool]:
         """Change the job of a batch in a transaction, from its stored state. Yield whether it has
         not ended; else nothing is to be changed. The record has the new state if all is stored."""
-        select = "SELECT job FROM batches WHERE number = ? AND ended_at IS NULL"
+        select = "SELECT job FROM batches WHERE number = ? AND ended_at IS NULL "
         before = record.job
         try:
             with self.database.transaction():
-                rows = self.database.execute(
-                    f"{select} {self.database.for_update}", (record.number,)
-                )
+                rows = self.database.execute(select + self.database.for_update, (record.number,))
                 for [job] in rows:
                     record.job = json.decode(job, type=BatchJob)
                 yield bool(rows)
