@@ -102,6 +102,7 @@ class CapturedResponse:
 
     def __init__(self) -> None:
         self.status = 0
+        self.start: Message = {}
         self.parts: list[bytes] = []
 
     @property
@@ -110,7 +111,7 @@ class CapturedResponse:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.start, self.status = message, message["status"]
         else:
             self.parts.append(message.get("body", b""))
 
