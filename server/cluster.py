@@ -5,15 +5,12 @@
 A replica is started once its models are loaded. It refuses what its queue does not take itself:
 Ray's own limit of ongoing requests is above it. Replicas are added while more inputs are accepted
 than all of them run at a time. Ray gives a request its id, and sends it with the response.
-`/metrics` and `/debug/queue` of any replica are those of all.
 """
 
 import asyncio
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import orjson
 from ray import serve
 from ray.serve.config import (
     AutoscalingConfig,
@@ -25,13 +22,9 @@ from ray.serve.schema import LoggingConfig
 
 import server.app
 from batching.errors import WorkerDown
-from server.apis.openai.batches.runner import CapturedResponse
 from server.core.settings import load_settings
-from server.http.json import to_json
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
     from server.core.worker_client import WorkerClient
     from server.http.request import Application
 
@@ -41,57 +34,12 @@ MAX_QUEUES = 8
 MAX_REPLICAS = 8
 
 
-EACH_REPLICA = "/metrics", "/debug/queue"
-GATHER_S = 10.0  # for the responses of all replicas
-
-
-def make_app() -> "ASGIApp":
+def make_app() -> "Application":
     """Return the app of a replica's process."""
     app: Application = server.app.app
     app.sends_request_id = False
     app.logs_requests = True
-
-    async def with_all_replicas(scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "http" or scope["path"] not in EACH_REPLICA:
-            return await app(scope, receive, send)
-        context = serve.get_replica_context()
-        handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        call = handle.broadcast("respond", scope["path"], scope["method"], scope["headers"])
-        results = await call.results_async(timeout_s=GATHER_S)
-        _, start, body = max(results, key=lambda result: result[1]["status"])  # a refusal, if any
-        if start["status"] == 200:
-            bodies = {replica: part for replica, _, part in results}
-            if scope["path"] == "/metrics":
-                body = merge_metrics(bodies)
-            else:
-                parts = {replica: orjson.loads(part) for replica, part in bodies.items()}
-                body = to_json({"replicas": parts})
-        headers = [header for header in start["headers"] if header[0] != b"content-length"]
-        await send(start | {"headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    return with_all_replicas
-
-
-def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Return the series of replicas, each with the label `replica`."""
-    families: dict[bytes, list[bytes]] = {}
-    for replica, text in texts.items():
-        for line in text.splitlines():
-            if line.startswith(b"#"):
-                family = families.setdefault(line, [])  # HELP, then TYPE, before the series
-                continue
-            name, brace, rest = line.partition(b"{")
-            if not brace:
-                name, _, rest = line.partition(b" ")
-                rest = b"} " + rest
-            family.append(b'%b{replica="%b",%b' % (name, replica.encode(), rest))
-    lines = [line for head, series in families.items() for line in (head, *series)]
-    return b"\n".join(lines).replace(b",}", b"}") + b"\n"
-
-
-async def no_body() -> dict[str, Any]:
-    return {"type": "http.request", "body": b"", "more_body": False}
+    return app
 
 
 class Replica:
@@ -99,15 +47,6 @@ class Replica:
     def worker_client(self) -> "WorkerClient":
         client: WorkerClient = server.app.app.worker_client
         return client
-
-    async def respond(self, path: str, method: str, headers: Any) -> tuple[str, Any, bytes]:
-        """Return this replica's id, and its response to a request without a body."""
-        response = CapturedResponse()
-        scope = {"type": "http", "path": path, "method": method, "headers": headers}
-        scope |= {"query_string": b"", "client": None, "http_version": "1.1", "scheme": "http"}
-        await server.app.app(scope, no_body, response)
-        id = serve.get_replica_context().replica_id.unique_id
-        return id, response.start, b"".join(response.parts)
 
     async def check_health(self) -> None:
         """Wait for the models at the start; raise if the worker is dead or stuck."""

@@ -102,7 +102,6 @@ class CapturedResponse:
 
     def __init__(self) -> None:
         self.status = 0
-        self.start: Message = {}
         self.parts: list[bytes] = []
 
     @property
@@ -111,7 +110,7 @@ class CapturedResponse:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.start, self.status = message, message["status"]
+            self.status = message["status"]
         else:
             self.parts.append(message.get("body", b""))
 
