@@ -471,7 +471,7 @@ def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert refused.headers["retry-after"] == "10"
         assert get_response(server, id).status_code == 200
         store.database.execute("PRAGMA query_only = OFF")
-        store.database.execute("DROP TABLE generating")
+        store.database.execute("ALTER TABLE responses RENAME TO gone")
         refused = respond(server, previous_response_id=id)
         assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
 
