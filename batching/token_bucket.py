@@ -2,7 +2,14 @@
 
 Work is counted after it has run, when its size is known. The remaining units may therefore become
 negative, and refill from there. Pure state: no clock.
+
+Several processes may share a limit: each exchanges what it has taken for what all have left, about
+once a second, and may take its part of that until the next exchange.
 """
+
+import math
+
+EXCHANGE_S = 1.0
 
 
 class TokenBucket:
@@ -10,16 +17,37 @@ class TokenBucket:
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
+        self.taken = 0.0  # units that no exchange has counted
         self._left = float(per_minute)
         self._at = now
+        self._processes = 1
+        self._part = math.inf  # units of `_left` that this process may take
 
     def left(self, now: float) -> float:
+        """Return the units that all processes have left, as far as this one knows."""
         refilled = self._left + (now - self._at) * self.per_minute / 60
         return min(float(self.per_minute), refilled)
 
     def take(self, units: float, now: float) -> None:
         self._left, self._at = self.left(now) - units, now
+        self.taken += units
+        self._part -= units
 
     def wait_s(self, units: float, now: float) -> float:
         """Return the time until so many units are left; 0 if they are."""
-        return max(0.0, units - self.left(now)) * 60 / self.per_minute
+        wait_s = max(0.0, units - self.left(now)) * 60 / self.per_minute
+        return wait_s if wait_s or self._part >= 1 else EXCHANGE_S
+
+    def exchange(self, taken: float, left: float, processes: int, now: float) -> None:
+        """All processes have so many units left, after those that this one had taken. It may take
+        an equal part of them: what the others leave of theirs is divided again the next time."""
+        self.taken -= taken
+        self._left, self._at, self._processes = left - self.taken, now, processes
+        self._part = math.ceil(left / processes) - self.taken
+
+    def go_alone(self, seconds: float) -> None:
+        """No exchange was possible for so long: this process takes its part of the rate. What it
+        takes meanwhile counts for the others up to a minute's units."""
+        part = self.per_minute / self._processes
+        self._part = min(part, self._part + part * seconds / 60)
+        self.taken = min(self.taken, part)

@@ -15,9 +15,10 @@ from server.apis.openai.audio.endpoint import OPERATIONS, TranscriptionEndpoint
 from server.apis.openai.audio.speech import SpeechEndpoint
 from server.apis.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
 from server.apis.openai.batches.runner import BatchRunner
-from server.apis.openai.batches.store import BatchStore, FolderInUse
+from server.apis.openai.batches.store import BatchStore, open_folder, uploads_of
 from server.apis.openai.chat import ChatCompletions
 from server.apis.openai.completions import Completions
+from server.apis.openai.database import Database, DatabaseDown, NewerSchema, SqliteDatabase
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
 from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
 from server.apis.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
@@ -73,6 +74,7 @@ def make_routes(
     routes += routes_of(debug_queue, load, reset_prefix_cache)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
+    database = open_database(settings, jobs)
     if chats := models.get("generation"):
         chat = ModelGroup(chats)
         adapters = AdapterControl(settings, chat, named)
@@ -80,7 +82,7 @@ def make_routes(
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, MediaLoader(worker_client, fetcher)
-        store = open_store(settings)
+        store = open_store(settings, database)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
         counting = MessagesEndpoint(*shared, CountTokensRequest)
@@ -114,13 +116,14 @@ def make_routes(
         groups = ModelGroup(*texts.values()), ModelGroup(*(texts[kind] for kind in order))
         routes += tokenizer_routes(settings, worker_client, *groups)
     routes += routes_of(asset, reference)
-    if settings.batch_dir != "none":
+    if settings.has_batches:
         by_path: dict[str, Any] = {
             route.path: route.endpoint for route in routes if "POST" in (route.methods or ())
         }
         endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}
-        runner = BatchRunner(jobs, open_batches(settings), endpoints)
-        routes += Batches(runner).routes()
+        runner = BatchRunner(jobs, open_batches(settings, database), endpoints)
+        uploads = None if database else str(uploads_of(settings.batch_dir))
+        routes += Batches(runner, uploads).routes()
     routes.append(openapi_route(settings.has_keys, routes))
     return routes, jobs
 
@@ -211,17 +214,42 @@ def speaks(entry: ModelEntry) -> bool:
     return entry.kind == "pipeline" and entry.settings.pipeline_task == SPEECH_TASK
 
 
-def open_store(settings: Settings) -> ResponseStore:
+def open_database(settings: Settings, jobs: JobRunner) -> Database | None:
+    """Return the database of STORE, by which servers share the limits of keys, too; None for
+    sqlite, where each store has its own."""
+    if settings.store == "sqlite":
+        return None
+    if settings.responses_db != ":memory:" or settings.batch_dir != "none":
+        raise SettingsError("STORE: RESPONSES_DB and BATCH_DIR are for sqlite: leave them out")
     try:
-        return ResponseStore(settings.responses_db)
-    except (OSError, sqlite3.Error) as error:
-        raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
+        from server.apis.openai.postgres import PostgresDatabase
+        from server.apis.openai.shared_limits import SharedLimits
+    except ImportError as error:
+        raise SettingsError(f"STORE: the extra postgres is not installed ({error})") from None
+    try:
+        database = PostgresDatabase(settings.store)
+        SharedLimits(database, jobs)
+        return database
+    except DatabaseDown as error:
+        raise SettingsError(f"STORE: {error.args[0]}") from None
+    except (NewerSchema, ValueError) as error:
+        raise SettingsError(f"STORE: {error}") from None
 
 
-def open_batches(settings: Settings) -> BatchStore:
+def open_store(settings: Settings, database: Database | None) -> ResponseStore:
+    name = "STORE" if database else f"RESPONSES_DB={settings.responses_db!r}"
+    try:
+        own = database or SqliteDatabase(settings.responses_db)
+        return ResponseStore(own, ttl_s=settings.responses_ttl_s)
+    except (NewerSchema, OSError, sqlite3.Error) as error:
+        raise SettingsError(f"{name}: {error}") from None
+
+
+def open_batches(settings: Settings, database: Database | None) -> BatchStore:
     max_bytes = int(settings.batch_dir_gb * 1e9)
     of_a_key = max_bytes // 2 if settings.has_keys else max_bytes
     try:
-        return BatchStore(settings.batch_dir, max_bytes, of_a_key)
-    except (FolderInUse, OSError, sqlite3.Error) as error:
-        raise SettingsError(f"BATCH_DIR={settings.batch_dir!r}: {error}") from None
+        return BatchStore(database or open_folder(settings.batch_dir), max_bytes, of_a_key)
+    except (NewerSchema, OSError, sqlite3.Error) as error:
+        name = "STORE" if database else f"BATCH_DIR={settings.batch_dir!r}"
+        raise SettingsError(f"{name}: {error}") from None

@@ -4,6 +4,7 @@ Time limits in tests are generous: they only end a test that hangs, also on a bu
 """
 
 import collections
+import contextlib
 import functools
 import gc
 import os
@@ -128,3 +129,42 @@ def visitor(browser: Any) -> Generator[Any, None, None]:
         page.problems = PageProblems(page)
         yield page
         assert page.problems.messages == []
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Generator[Any, None, None]:
+    from tests.postgres import running_postgres
+
+    with running_postgres() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def opened_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any, None, None]:
+    """Yield an empty database of the kind that is the parameter."""
+    from tests.postgres import Databases
+
+    if request.param == "sqlite":
+        yield Databases(str(tmp_path / "store.db"))
+        return
+    url = request.getfixturevalue("postgres").new_database()
+    from server.apis.openai import postgres
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postgres, "RECONNECT_S", 0.0)
+        databases = Databases(url)
+        yield databases
+        databases.close()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def databases(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any, None, None]:
+    with opened_databases(request, tmp_path) as databases:
+        yield databases
+
+
+@pytest.fixture(params=matrix(["sqlite", "postgres"], "sqlite"))
+def server_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any, None, None]:
+    """For servers: one of each kind, PostgreSQL in the complete check."""
+    with opened_databases(request, tmp_path) as databases:
+        yield databases

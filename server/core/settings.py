@@ -236,8 +236,19 @@ class Settings:
     stuck_after_s: float = setting(
         120.0, "a forward pass longer than this, in seconds, turns /health to 503", minimum=0.001
     )
+    store: str = setting(
+        "sqlite",
+        "postgresql://… keeps responses, conversations, files, batches and the use of keys' limits "
+        "for all servers; sqlite: RESPONSES_DB and BATCH_DIR",
+        part=(r"sqlite|postgres(ql)?://\S*", "sqlite or postgresql://…"),
+    )
     responses_db: str = setting(
         ":memory:", "sqlite file of stored responses; :memory: keeps them until the end"
+    )
+    responses_ttl_s: float = setting(
+        30 * 24 * 3600.0,
+        "time that stored responses and conversations are kept after their last use, in seconds",
+        minimum=1,
     )
     batch_dir: str = setting(
         "none", "folder of /v1/files and /v1/batches; none: they are not served"
@@ -285,6 +296,10 @@ class Settings:
     def has_keys(self) -> bool:
         """Whether requests need a key."""
         return bool(self.api_keys) or self.api_keys_file != "none"
+
+    @property
+    def has_batches(self) -> bool:
+        return self.batch_dir != "none" or self.store != "sqlite"
 
 
 SPECS = {spec.name: spec for spec in fields(Settings)}
@@ -557,4 +572,5 @@ def parse(spec: Field[Any], raw: str) -> Any:
             if minimum <= value <= MAX_NUMBER:
                 return value
             accepted = f"at most {MAX_NUMBER}" if value > MAX_NUMBER else f"at least {minimum:g}"
-    raise SettingsError(f"{spec.name.upper()}={raw!r}: must be {accepted}")
+    value_text = "" if spec.name == "store" else f"={raw!r}"  # it may have a password
+    raise SettingsError(f"{spec.name.upper()}{value_text}: must be {accepted}")

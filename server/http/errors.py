@@ -218,8 +218,8 @@ def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
     }.get(error.status_code, error.detail)
     if scope["method"] == "POST" and (setting := SETTING_FOR_PATH.get(path)):
         message += f": it needs {setting}"
-    elif path.startswith(BATCH_PATHS) and scope["app"].settings.batch_dir == "none":
-        message += ": it needs BATCH_DIR"
+    elif path.startswith(BATCH_PATHS) and not scope["app"].settings.has_batches:
+        message += ": it needs BATCH_DIR or STORE"
     elif error.status_code == 404:
         message += f": {_path_hint(path, scope['app'].routes)}"
     elif error.headers:

@@ -99,12 +99,11 @@ class Form:
             raise InvalidInput.at(FILE, "is empty")
         return self._path
 
-    def pass_on(self, take: Callable[[str], T]) -> T:
-        """Return the result of `take`, which gets the path and moves the file. Errors of `path`."""
+    def use_file(self, use: Callable[[str], T]) -> T:
+        """Return the result of `use`, which reads the file at the path that it gets. Raises the
+        errors of `path`."""
         with self._lock:
-            result = take(self.path)
-            self._path = ""
-        return result
+            return use(self.path)
 
     def remove(self) -> None:
         """Remove the file. A thread may still feed a chunk when the server stops: it is dropped."""

@@ -19,12 +19,16 @@ from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from batching.errors import QueueFull
 from batching.fair_share import Priority
+from server.apis.openai import jobs
 from server.apis.openai.batches import input_file, runner, store
 from server.apis.openai.response_schemas import FileObject
 from server.http.request import SEND_BYTES
 from server.http.transfers import Transfer
+from tests.conftest import opened_databases
 from tests.event_streams import CLIENT, open_stream
 from tests.fake_generator import FakeGenerator
+from tests.matrix import matrix
+from tests.postgres import Databases
 from tests.serving import Server, metric, serving, wait_until
 from tests.tiny_embedders import folder as folder_of
 
@@ -104,22 +108,28 @@ def usage_of(results: dict[str, Any]) -> BatchUsage:
 
 
 @contextmanager
-def started(folder: Path, generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
-    settings = {"api_keys": ("one", "two")} | settings
-    with serving(load_chat=lambda: generator, batch_dir=str(folder), **settings) as server:
+def started(databases: Databases, generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
+    settings = databases.settings | {"api_keys": ("one", "two")} | settings
+    with serving(load_chat=lambda: generator, **settings) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("batches")
+@pytest.fixture(scope="module", params=matrix(["sqlite", "postgres"], "sqlite"))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with opened_databases(request, tmp_path_factory.mktemp("batches")) as databases:
+        yield from serve_all(databases)
+
+
+def serve_all(databases: Databases) -> Iterator[Server]:
     models = {
         "embedding_model": "demo",
         "rerank_model": str(folder_of("bert-rank")),
         "pipeline_model": f"demo,vectors={FILL_MASK};task=feature-extraction",
         "pipeline_task": "fill-mask",
     }
-    with started(folder, FakeGenerator(), max_body_mb=0.01, **models) as server:
+    with started(databases, FakeGenerator(), max_body_mb=0.01, **models) as server:
         yield server
 
 
@@ -421,8 +431,8 @@ def test_contents_that_are_read_leave_threads_to_other_requests(
     wait_until(lambda: not server.app.memory.used)
 
 
-def test_contents_that_are_not_read_end_while_memory_is_short(tmp_path: Path) -> None:
-    with started(tmp_path, FakeGenerator()) as server:
+def test_contents_that_are_not_read_end_while_memory_is_short(server_databases: Databases) -> None:
+    with started(server_databases, FakeGenerator()) as server:
         id = Client(server).upload(b"x" * 30_000_000)
         server.app.memory.limit = 3 * SEND_BYTES
         with unread(server, id) as connection:
@@ -536,10 +546,10 @@ def test_without_a_folder_there_are_no_batches() -> None:
             assert "it needs BATCH_DIR" in response.json()["error"]["message"]
 
 
-def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+def test_a_cancelled_batch_keeps_its_results(server_databases: Databases) -> None:
     lines = [chat_line(f"line {n}") for n in range(10)] + [chat_line("stuck", "hang")]
     generator = FakeGenerator()
-    with started(tmp_path, generator) as server:
+    with started(server_databases, generator) as server:
         client = Client(server)
         id = client.create(jsonl(lines))
         wait_until(lambda: client.completed(id) == 10)
@@ -561,9 +571,9 @@ def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
             client.sdk.batches.cancel(id)
 
 
-def test_lines_are_few_at_a_time_and_give_way(tmp_path: Path) -> None:
+def test_lines_are_few_at_a_time_and_give_way(server_databases: Databases) -> None:
     generator = FakeGenerator()
-    with started(tmp_path, generator, max_queue_size=16) as server:
+    with started(server_databases, generator, max_queue_size=16) as server:
         client = Client(server)
         id = client.create(jsonl([chat_line(f"line {n}", "hang") for n in range(30)]))
         wait_until(lambda: len(generator.running) == 2)  # the window's start
@@ -577,11 +587,11 @@ def test_lines_are_few_at_a_time_and_give_way(tmp_path: Path) -> None:
         client.wait(id)
 
 
-def test_batches_take_turns_by_key(tmp_path: Path) -> None:
+def test_batches_take_turns_by_key(server_databases: Databases) -> None:
     """Long batches of eight keys keep a ninth one waiting for a line, not for their end."""
     generator = FakeGenerator()
     keys = [f"key {n}" for n in range(9)]
-    with started(tmp_path, generator, max_queue_size=8, api_keys=tuple(keys)) as server:
+    with started(server_databases, generator, max_queue_size=8, api_keys=tuple(keys)) as server:
         generator.one_by_one = True
         clients = [Client(server, key) for key in keys]
         long = jsonl([chat_line(str(n), f"say {n}") for n in range(200)])
@@ -601,11 +611,11 @@ def test_batches_take_turns_by_key(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_start_holds_no_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model of one batch is refused; the other runs through a window of one line."""
     monkeypatch.setattr(runner, "WINDOW_DIVISOR", 1_000_000)
-    with started(tmp_path, FakeGenerator(), embedding_model="demo") as server:
+    with started(server_databases, FakeGenerator(), embedding_model="demo") as server:
         one, two = Client(server, "one"), Client(server, "two")
         server.worker_client.models["generation"].breaker.probe_at = 0.0  # open
         refused = one.create(jsonl([chat_line(str(n)) for n in range(3)]))
@@ -620,16 +630,16 @@ def test_a_line_that_cannot_start_holds_no_place(
         assert one.wait(refused).status == "completed"
 
 
-def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_batch_goes_on_after_a_restart(server_databases: Databases) -> None:
     lines = [chat_line(f"line {n}", f"say {n}") for n in range(20)] + [chat_line("last", "hang")]
     generator = FakeGenerator()
-    with started(tmp_path, generator) as server:
+    with started(server_databases, generator) as server:
         client = Client(server)
         id = client.create(jsonl(lines))
         wait_until(lambda: client.completed(id) == 20)
         later = client.create(jsonl([chat_line("later", "say later")]))
     generator = FakeGenerator()
-    with started(tmp_path, generator, api_keys=("two", "one")) as server:
+    with started(server_databases, generator, api_keys=("two", "one")) as server:
         client = Client(server)
         assert client.get(id).status == "in_progress"
         wait_until(lambda: len(generator.payloads) == 1)  # only the last line runs again
@@ -641,21 +651,20 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert [*client.results(batch.error_file_id)] == ["last"]
         assert batch.usage == usage_of(client.results(batch.output_file_id))
         assert client.wait(later).status == "completed"
-    with started(tmp_path, FakeGenerator(), api_keys=("two",)) as server:
+    with started(server_databases, FakeGenerator(), api_keys=("two",)) as server:
         assert Client(server, "two").sdk.batches.list().data == []
 
 
-def test_a_batch_whose_key_is_gone_does_not_run(tmp_path: Path) -> None:
+def test_a_batch_whose_key_is_gone_does_not_run(server_databases: Databases) -> None:
     generator = FakeGenerator()
-    with started(tmp_path, generator) as server:
+    with started(server_databases, generator) as server:
         Client(server).create(jsonl([chat_line("a", "hang")]))
         wait_until(lambda: bool(generator.running))
     generator = FakeGenerator()
-    database = sqlite3.connect(tmp_path / "batches.sqlite")
-    with started(tmp_path, generator, api_keys=("two",)):
+    with started(server_databases, generator, api_keys=("two",)):
         ended = "SELECT ended_at IS NOT NULL FROM batches"
-        wait_until(lambda: database.execute(ended).fetchall() == [(1,)])
-    with started(tmp_path, generator) as server:
+        wait_until(lambda: server_databases.execute(ended) == [(True,)])
+    with started(server_databases, generator) as server:
         [batch] = Client(server).sdk.batches.list().data
         assert batch.status == "failed"
         assert batch.errors
@@ -664,19 +673,18 @@ def test_a_batch_whose_key_is_gone_does_not_run(tmp_path: Path) -> None:
     assert generator.payloads == []
 
 
-def test_a_batch_that_only_crashes_fails(tmp_path: Path) -> None:
+def test_a_batch_that_only_crashes_fails(server_databases: Databases) -> None:
     """As a line that kills the process would: each restart would run it again."""
-    with started(tmp_path, FakeGenerator()) as server:
+    with started(server_databases, FakeGenerator()) as server:
         client = Client(server)
         id = client.create(jsonl([chat_line("a"), chat_line("b", "hang")]))
         wait_until(lambda: client.completed(id) == 1)
-    database = sqlite3.connect(tmp_path / "batches.sqlite")
-    assert database.execute("SELECT crashes FROM batches").fetchall() == [(0,)]  # no crash
+    execute = server_databases.execute
+    assert execute("SELECT crashes FROM batches") == [(0,)]  # no crash
     for crashes in (2, 3):
-        with database:
-            database.execute("UPDATE batches SET crashes = ?", (crashes,))
+        execute("UPDATE batches SET crashes = ?", (crashes,))
         generator = FakeGenerator()
-        with started(tmp_path, generator) as server:
+        with started(server_databases, generator) as server:
             if crashes == 2:
                 wait_until(lambda: bool(generator.running))  # noqa: B023
                 continue
@@ -689,12 +697,12 @@ def test_a_batch_that_only_crashes_fails(tmp_path: Path) -> None:
             assert [*Client(server).results(batch.output_file_id)] == ["a"]
 
 
-def test_a_batch_without_its_model_fails(tmp_path: Path) -> None:
-    with started(tmp_path, FakeGenerator()) as server:
+def test_a_batch_without_its_model_fails(server_databases: Databases) -> None:
+    with started(server_databases, FakeGenerator()) as server:
         id = Client(server).create(jsonl([chat_line("b", "hang")]))
         wait_until(lambda: Client(server).get(id).status == "in_progress")
     only = {"chat_model": "none", "embedding_model": "demo", "pipeline_model": "none"}
-    with serving(batch_dir=str(tmp_path), api_keys=("one",), **only) as server:  # type: ignore[arg-type]
+    with serving(api_keys=("one",), **server_databases.settings, **only) as server:  # type: ignore[arg-type]
         batch = Client(server).wait(id)
         assert batch.errors
         assert batch.errors.data
@@ -706,18 +714,20 @@ def test_a_batch_without_its_model_fails(tmp_path: Path) -> None:
             )
 
 
-def test_a_failing_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_delays_a_batch(
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "RETRY_S", 0.05)
     failures = [OSError(28, "No space left on device"), sqlite3.OperationalError("disk full")] * 3
     append = store.BatchStore.append
 
-    def fail(self: store.BatchStore, *arguments: Any) -> None:
+    def fail(self: store.BatchStore, *arguments: Any) -> Any:
         if failures:
             raise failures.pop()
-        append(self, *arguments)
+        return append(self, *arguments)
 
     monkeypatch.setattr(store.BatchStore, "append", fail)
-    with started(tmp_path, FakeGenerator()) as server:
+    with started(server_databases, FakeGenerator()) as server:
         client = Client(server)
         batch = client.wait(client.create(jsonl([chat_line(str(n)) for n in range(9)])))
         assert batch.status == "completed"
@@ -726,10 +736,10 @@ def test_a_failing_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_failing_disk_refuses_requests_for_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = FakeGenerator()
-    with started(tmp_path, generator) as server:
+    with started(server_databases, generator) as server:
         client = Client(server)
         file = client.upload(GOOD)
         id = client.create(jsonl([chat_line("a", "hang")]))
@@ -746,7 +756,7 @@ def test_a_failing_disk_refuses_requests_for_a_time(
                 input_file_id=file, endpoint=CHAT, completion_window="24h")),
             ("add_file", full, lambda: client.upload(GOOD)),
             ("delete_file", full, lambda: client.sdk.files.delete(file)),
-            ("save", fail, lambda: client.sdk.batches.cancel(id)),
+            ("cancel", fail, lambda: client.sdk.batches.cancel(id)),
         ]  # fmt: skip
         for name, failure, call in calls:
             with monkeypatch.context() as patch:
@@ -755,11 +765,12 @@ def test_a_failing_disk_refuses_requests_for_a_time(
                     call()
             assert error.value.status_code == 503
             assert error.value.response.headers["retry-after"] == "10"
+        assert client.sdk.batches.cancel(id).status == "cancelling"
         assert client.wait(id).status == "cancelled"
 
 
-def test_a_refusal_that_passes_is_no_result(tmp_path: Path) -> None:
-    with started(tmp_path, FakeGenerator()) as server:
+def test_a_refusal_that_passes_is_no_result(server_databases: Databases) -> None:
+    with started(server_databases, FakeGenerator()) as server:
         client = Client(server)
         model = server.worker_client.models["generation"]
         model.breaker.probe_at = 0.0  # open: requests get 503
@@ -770,10 +781,10 @@ def test_a_refusal_that_passes_is_no_result(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_expires_names_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "WINDOW_S", 2)
-    with started(tmp_path, FakeGenerator()) as server:
+    with started(server_databases, FakeGenerator()) as server:
         client = Client(server)
         lines = [chat_line("a"), chat_line("b", "hang")]
         batch = client.wait(client.create(jsonl(lines)))
@@ -783,8 +794,10 @@ def test_a_batch_that_expires_names_the_rest(
         assert (name, line["error"]["code"]) == ("b", "batch_expired")
 
 
-def test_a_full_folder_refuses_uploads_and_ends_batches(tmp_path: Path) -> None:
-    with started(tmp_path, FakeGenerator(), batch_dir_gb=0.0002) as server:  # 100 kB of a key
+def test_a_full_folder_refuses_uploads_and_ends_batches(server_databases: Databases) -> None:
+    with started(
+        server_databases, FakeGenerator(), batch_dir_gb=0.0002
+    ) as server:  # 100 kB of a key
         client, other = Client(server), Client(server, "two")
         lines = [chat_line(f"line {n}", "say " + "x" * 1000) for n in range(60)]
         batch = client.wait(client.create(jsonl(lines)))
@@ -800,11 +813,33 @@ def test_a_full_folder_refuses_uploads_and_ends_batches(tmp_path: Path) -> None:
         other.upload(GOOD)
 
 
-def test_a_folder_serves_one_server_at_a_time(tmp_path: Path) -> None:
-    with started(tmp_path, FakeGenerator()):  # noqa: SIM117
-        with pytest.raises(ValueError, match=r"BATCH_DIR=.*: another server process uses it"):
-            with started(tmp_path, FakeGenerator()):
-                pass
+def test_servers_share_a_batch(
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both run lines of a batch, which is found, and cancelled, at both."""
+    monkeypatch.setattr(jobs, "POLL_S", 0.05)
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
+    generators = FakeGenerator(), FakeGenerator()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(started(server_databases, each)) for each in generators]
+        clients = [Client(server) for server in servers]
+        lines = [chat_line(str(n), f"say {n}") for n in range(200)]
+        id = clients[0].create(jsonl(lines))
+        batch = clients[1].wait(id)
+        assert texts_of(clients[1].results(batch.output_file_id)) == {
+            str(n): str(n) for n in range(200)
+        }
+        assert batch.request_counts
+        assert batch.request_counts.completed == 200
+        ran = [len(generator.payloads) for generator in generators]
+        assert sum(ran) == 200
+        assert min(ran) > 20
+        id = clients[0].create(jsonl([chat_line(str(n), "hang") for n in range(99)]))
+        wait_until(lambda: all(generator.running for generator in generators))
+        clients[1].sdk.batches.cancel(id)
+        batch = clients[0].wait(id)
+        assert batch.status == "cancelled"
+        assert len(clients[0].results(batch.error_file_id)) == 99
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

@@ -10,10 +10,14 @@ import pytest
 from server.apis.openai.responses.store import ResponseStore
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
+from tests.http import test_response_lookup
 from tests.http.test_pipeline_http import error_of
 from tests.http.test_response_lookup import messages_of
+from tests.postgres import Databases
 from tests.response_events import respond
 from tests.serving import Server, serving, wait_until
+
+server = test_response_lookup.server  # with each kind of database
 
 CALL: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1"}
 RESULT: Any = {"type": "function_call_output", "call_id": "c", "output": "d", "id": "fco_1"}
@@ -212,12 +216,11 @@ def test_a_response_that_cannot_be_added_says_so(
         assert "send `conversation`" in error_of(refused)["message"]
 
 
-def test_processes_share_conversations(tmp_path: Path) -> None:
+def test_processes_share_conversations(server_databases: Databases) -> None:
     """Turns of both are added one after the other."""
-    path = str(tmp_path / "db")
     with (
-        serving(load_chat=FakeGenerator, responses_db=path) as one,
-        serving(load_chat=FakeGenerator, responses_db=path) as other,
+        serving(load_chat=FakeGenerator, **server_databases.settings) as one,
+        serving(load_chat=FakeGenerator, **server_databases.settings) as other,
     ):
         clients = sdk_of(one), sdk_of(other)
         id = clients[0].conversations.create().id

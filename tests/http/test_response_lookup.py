@@ -13,11 +13,15 @@ from pydantic import TypeAdapter
 
 from batching.fair_share import Priority
 from server import routes
+from server.apis.openai.database import SqliteDatabase
 from server.apis.openai.responses import endpoint
 from server.apis.openai.responses.store import ResponseStore
+from tests.conftest import opened_databases
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
+from tests.matrix import matrix
+from tests.postgres import Databases
 from tests.response_events import (
     PATH,
     WHOLE,
@@ -32,6 +36,19 @@ from tests.unit.test_response_store import filled
 from worker.messages.generation import Chat
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+
+
+@pytest.fixture(scope="module", params=matrix(["sqlite", "postgres"], "sqlite"))
+def server(
+    request: pytest.FixtureRequest,
+    generator: FakeGenerator,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    with (
+        opened_databases(request, tmp_path_factory.mktemp("responses")) as databases,
+        serving(load_chat=lambda: generator, **databases.settings) as started,
+    ):
+        yield started
 
 
 def delete(server: Server, id: str) -> Any:
@@ -405,7 +422,7 @@ def test_background_responses_take_at_most_a_quarter_of_the_slots() -> None:
 @pytest.fixture
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """With a disk that has no room for an input of a hundred kilobytes."""
-    monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(routes, "open_store", lambda *_: filled(tmp_path / "responses.db"))
     with serving(load_chat=FakeGenerator) as started:
         yield started
 
@@ -443,17 +460,18 @@ def test_background_response_is_found_without_the_store(full: Server) -> None:
 
 
 def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResponseStore(str(tmp_path / "responses.db"))
-    monkeypatch.setattr(routes, "open_store", lambda settings: store)
+    store = ResponseStore(SqliteDatabase(str(tmp_path / "responses.db")))
+    monkeypatch.setattr(routes, "open_store", lambda *_: store)
     with serving(load_chat=FakeGenerator) as server:
         id = response_document(respond(server))["id"]
-        store._database.execute("PRAGMA query_only = ON")
+        store.database.execute("PRAGMA query_only = ON")
         for refused in (cancel(server, id), delete(server, id)):
             assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
             assert "the server's disk has failed" in error_of(refused)["message"]
             assert refused.headers["retry-after"] == "10"
         assert get_response(server, id).status_code == 200
-        store._database.executescript("PRAGMA query_only = OFF; DROP TABLE generating")
+        store.database.execute("PRAGMA query_only = OFF")
+        store.database.execute("ALTER TABLE responses RENAME TO gone")
         refused = respond(server, previous_response_id=id)
         assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
 
@@ -461,25 +479,26 @@ def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_stream_ends_where_the_disk_fails_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, generator = ResponseStore(str(tmp_path / "responses.db")), FakeGenerator()
-    monkeypatch.setattr(routes, "open_store", lambda settings: store)
+    store = ResponseStore(SqliteDatabase(str(tmp_path / "responses.db")))
+    generator = FakeGenerator()
+    monkeypatch.setattr(routes, "open_store", lambda *_: store)
     generator.gate.clear()
     with serving(load_chat=lambda: generator) as server:
         sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
         stream = sdk.responses.create(model="demo", input="say a", background=True, stream=True)
         created: Any = next(stream)
-        store._database.execute("PRAGMA query_only = ON")
+        store.database.execute("PRAGMA query_only = ON")
         generator.gate.set()
         *_, last = stream
         assert last.type == "response.completed"
         assert last.response.output_text == "a"
         id = created.response.id
         assert get_response(server, id).json()["status"] == "completed"
-        store._database.execute("PRAGMA query_only = OFF")
+        store.database.execute("PRAGMA query_only = OFF")
         assert delete(server, id).json()["deleted"] is True
         assert get_response(server, id).status_code == 404
         store.remove_expired()
-        assert store._database.execute("SELECT count(*) FROM generating").fetchone() == (0,)
+        assert store.database.execute("SELECT count(*) FROM generating") == [(0,)]
 
 
 def test_a_stream_of_which_no_event_is_kept_has_the_last_one(
@@ -500,7 +519,7 @@ def test_a_stream_of_which_no_event_is_kept_has_the_last_one(
 def test_unstored_background_responses_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(routes, "open_store", lambda *_: filled(tmp_path / "responses.db"))
     monkeypatch.setattr(endpoint, "MAX_FALLBACK_RESPONSES", 2)
     with serving(load_chat=FakeGenerator) as server:
         ids = []
@@ -515,10 +534,9 @@ def test_unstored_background_responses_are_bounded(
 # ── from one start to the next ──
 
 
-def test_file_keeps_responses_and_those_that_shutdown_cut_off(tmp_path: Path) -> None:
+def test_responses_are_kept_and_those_that_shutdown_cut_off(server_databases: Databases) -> None:
     generator = FakeGenerator()
-    path = str(tmp_path / "responses.db")
-    settings: dict[str, Any] = {"responses_db": path, "shutdown_grace_s": 0}
+    settings: dict[str, Any] = server_databases.settings | {"shutdown_grace_s": 0}
     with serving(load_chat=lambda: generator, **settings) as server:
         first = response_document(respond(server, "hi"))
         cut = response_document(respond(server, "long", background=True))

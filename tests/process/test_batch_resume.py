@@ -1,11 +1,12 @@
 """SIGKILL while a batch runs: the next process goes on with the lines that have no result."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from tests.event_streams import CLIENT
 from tests.http.test_batches import chat_line, jsonl
+from tests.postgres import Databases
+from tests.process.test_shared_responses import NO_WAIT
 from tests.process.test_start import program, started
 from tests.serving import wait_until
 
@@ -14,16 +15,18 @@ PROGRAM = """
     from server.app import create_app
     from server.core.settings import Settings
     from tests.fake_generator import FakeGenerator
+    {patch}
 
-    settings = Settings(pipeline_model="none", embedding_model="none", batch_dir={folder!r})
+    settings = Settings(pipeline_model="none", embedding_model="none", **{settings!r})
     app = create_app(settings, load_chat=FakeGenerator)
     uvicorn.run(app, port=0)
 """
 COMPLETED = 'onequeue_batch_lines_total{result="completed"}'
 
 
-def test_a_killed_server_repeats_no_finished_line(tmp_path: Path) -> None:
-    command = program(PROGRAM, folder=str(tmp_path))
+def test_a_killed_server_repeats_no_finished_line(server_databases: Databases) -> None:
+    patch = NO_WAIT if server_databases.is_postgres else ""
+    command = program(PROGRAM, settings=server_databases.settings, patch=patch)
     lines = [chat_line(str(n), f"say {n}") for n in range(40)] + [chat_line("stuck", "hang")]
 
     def call(method: str, path: str, **body: Any) -> Any:

@@ -48,7 +48,7 @@ def running() -> int:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Two replicas that share a file of responses."""
     responses = str(tmp_path_factory.mktemp("ray") / "responses.sqlite")
-    root = str(Path(__file__).parents[2])
+    root = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Two server processes with one file of responses: background responses are found from both."""
+"""Two server processes with one database of responses: background responses are found from both."""
 
 import json
 import os
@@ -6,12 +6,12 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.event_streams import CLIENT
+from tests.postgres import Databases
 from tests.process.test_start import program, started
 from tests.serving import wait_until
 
@@ -24,18 +24,22 @@ PROGRAM = """
     from server.app import create_app
     from server.core.settings import Settings
     from server.apis.openai import jobs
+    {patch}
     from tests.fake_generator import FakeGenerator
 
     jobs.POLL_S, clock = 0.05, time.time
     signal.signal(signal.SIGUSR1, lambda *_: setattr(time, "time", lambda: clock() + 86400))
     settings = Settings(
         pipeline_model="none", embedding_model="none", api_keys=("one", "two"),
-        responses_db={path!r},
+        **{settings!r},
     )
     app = create_app(settings, load_chat=FakeGenerator)
     # the test does not read stderr, and access lines would fill the pipe
     uvicorn.run(app, port=0, access_log=False, timeout_graceful_shutdown=1)
 """
+
+
+NO_WAIT = "from server.apis.openai import postgres; postgres.RECONNECT_S = 0.0"
 
 
 class Process(NamedTuple):
@@ -57,9 +61,10 @@ class Process(NamedTuple):
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[list[Process]]:
+def processes(server_databases: Databases) -> Iterator[list[Process]]:
     """Two processes, which start at the same time."""
-    command = program(PROGRAM, path=str(tmp_path / "responses.db"))
+    patch = NO_WAIT if server_databases.is_postgres else ""
+    command = program(PROGRAM, settings=server_databases.settings, patch=patch)
     with ExitStack() as stack:
         both = [stack.enter_context(started(command)) for _ in range(2)]
         urls = [f"http://127.0.0.1:{port}" for _, port in both]

@@ -2,13 +2,14 @@
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batching.fair_share import Priority
-from batching.token_bucket import TokenBucket
+from batching.token_bucket import EXCHANGE_S, TokenBucket
 from server.core.api_keys import Keyring
 from server.core.settings import Settings, SettingsError
 
@@ -148,3 +149,55 @@ def test_a_rate_limit_allows_a_minutes_units_at_once_and_then_its_rate() -> None
     assert bucket.left(501.0) == -120
     assert bucket.wait_s(1, 501.0) == 121
     assert bucket.left(681.0) == 60
+
+
+def answered_in_a_minute(busy: Sequence[bool], store_is_lost: bool = False) -> int:
+    """Return the units that processes take in their third minute. The busy ones take what they can;
+    each exchanges once a second, at a time of its own."""
+    shared, buckets, taken = TokenBucket(600, 0.0), [], 0
+    for _ in busy:
+        bucket = TokenBucket(600, 0.0)
+        bucket.exchange(0.0, 600.0, len(busy), 0.0)
+        buckets.append(bucket)
+    for step in range(180 * 30):
+        now = step / 30
+        for n, bucket in enumerate(buckets):
+            if busy[n] and not bucket.wait_s(1, now):
+                bucket.take(1, now)
+                taken += now >= 120
+            if step % 30 == 10 * n:
+                if store_is_lost:
+                    bucket.go_alone(1.0)
+                else:
+                    units = bucket.taken
+                    shared.take(units, now)
+                    bucket.exchange(units, shared.left(now), len(busy), now)
+    return taken
+
+
+@pytest.mark.parametrize("busy", [[True], [True] * 3, [True, False, False], [True, True, False]])
+def test_processes_share_a_limit(busy: list[bool]) -> None:
+    assert 570 <= answered_in_a_minute(busy) <= 630
+
+
+def test_each_process_takes_its_part_while_the_store_is_lost() -> None:
+    assert 570 <= answered_in_a_minute([True] * 3, store_is_lost=True) <= 630
+    assert 190 <= answered_in_a_minute([True, False, False], store_is_lost=True) <= 210
+    bucket = TokenBucket(600, 0.0)
+    bucket.exchange(0.0, 600.0, 3, 0.0)
+    for second in range(600):
+        bucket.take(3, float(second))
+        bucket.go_alone(1.0)
+    assert bucket.taken == 200  # not ten minutes' units, for which the others would wait
+
+
+def test_a_process_whose_part_is_taken_waits_for_the_next_exchange() -> None:
+    bucket = TokenBucket(60, 0.0)
+    bucket.exchange(0.0, 4.0, 2, 0.0)
+    for _ in range(2):
+        assert bucket.wait_s(1, 0.0) == 0
+        bucket.take(1, 0.0)
+    assert bucket.left(0.0) == 2
+    assert bucket.wait_s(1, 0.0) == EXCHANGE_S
+    bucket.exchange(2.0, 2.0, 2, 1.0)
+    assert bucket.wait_s(1, 1.0) == 0

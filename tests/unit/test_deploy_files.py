@@ -2,6 +2,7 @@
 ports, paths, settings, metrics and times."""
 
 import re
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_compose_names_files_that_exist() -> None:
         assert "content" in config or (DEPLOY / config["file"]).is_file()
     used = {mount["source"] for s in COMPOSE["services"].values() for mount in s.get("configs", ())}
     assert used == COMPOSE["configs"].keys()
+
+
+def test_two_servers_share_a_database_behind_nginx() -> None:
+    compose: Any = yaml.safe_load((DEPLOY / "compose-postgres.yaml").read_text())
+    services = compose["services"]
+    environment = services["a"]["environment"]
+    assert environment.keys() - {"HF_TOKEN", "TMPDIR"} <= SETTINGS
+    assert environment == services["b"]["environment"]
+    assert f"mkdir /cache {environment['TMPDIR']}" in DOCKERFILE
+    assert ",postgres]" in DOCKERFILE
+    database, name = environment["STORE"].rpartition("@")[2].split("/")
+    assert services[database]["environment"]["POSTGRES_USER"] == name
+    nginx = (DEPLOY / compose["configs"]["nginx"]["file"]).read_text()
+    [script] = [part for part in services["nginx"]["command"] if "sed" in part]
+    program = re.sub(r" /onequeue.conf > .*", "", script.strip())
+    done = subprocess.run(["sh", "-c", program], input=nginx, capture_output=True, text=True)
+    upstreams = [f"server {name}:{PORT} max_fails" for name in ("a", "b")]
+    for line in (*upstreams, "listen 8000;"):
+        assert line in done.stdout, done.stderr
 
 
 def test_prometheus_scrapes_the_server_of_compose() -> None:

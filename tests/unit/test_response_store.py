@@ -1,7 +1,6 @@
 """The response store: its bounds, its chains, its file."""
 
 import contextlib
-import os
 import sqlite3
 import threading
 import time
@@ -15,6 +14,7 @@ import orjson
 import pytest
 
 from batching.errors import InvalidInput
+from server.apis.openai.database import NewerSchema, SqliteDatabase, use_write_ahead_log
 from server.apis.openai.responses import store as responses_store
 from server.apis.openai.responses.store import (
     EVENTS_S,
@@ -23,9 +23,10 @@ from server.apis.openai.responses.store import (
     ResponseStore,
     Stored,
 )
-from server.apis.openai.sqlite_store import owner_of, storage_namespace, use_write_ahead_log
+from server.apis.openai.store import owner_of, storage_namespace
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
+from tests.postgres import Databases, kill
 
 MINE, OTHER = storage_namespace(b"mine"), storage_namespace(b"other")
 OWNER = owner_of(b"mine", "127.0.0.1")
@@ -38,10 +39,11 @@ def stored(id: str, previous: str | None = None, text: str = "") -> Stored:
 
 def filled(path: Path) -> ResponseStore:
     """A store in a file that may not grow, with one response, `a`."""
-    store = ResponseStore(str(path))
+    database = SqliteDatabase(str(path))
+    store = ResponseStore(database)
     store.put(OWNER, stored("a"))
-    [pages] = store._database.execute("PRAGMA page_count").fetchone()
-    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    [[pages]] = database.execute("PRAGMA page_count")
+    database.execute(f"PRAGMA max_page_count = {pages}")
     return store
 
 
@@ -53,8 +55,8 @@ def ids(store: ResponseStore, *among: str, namespace: bytes = MINE) -> list[str]
     return found
 
 
-def test_response_is_returned_until_it_is_deleted() -> None:
-    store = ResponseStore(":memory:")
+def test_response_is_returned_until_it_is_deleted(databases: Databases) -> None:
+    store = ResponseStore(databases.open())
     store.put(OWNER, stored("a", text="wörld"))
     assert store.get(MINE, "a") == stored("a", text="wörld")
     found = {"in_a": {"id": "in_a", "text": "wörld"}, "out_a": {"id": "out_a"}}
@@ -67,8 +69,8 @@ def test_response_is_returned_until_it_is_deleted() -> None:
     assert store.items(MINE, {"in_a"}) == {}
 
 
-def test_item_of_two_responses_remains_after_the_first_is_deleted() -> None:
-    store = ResponseStore(":memory:")
+def test_item_of_two_responses_remains_after_the_first_is_deleted(databases: Databases) -> None:
+    store = ResponseStore(databases.open())
     same: list[Any] = [{"id": "in"}, {"id": "in"}]
     for id in ("a", "b"):
         store.put(OWNER, Stored({"id": id, "previous_response_id": None, "output": []}, same))
@@ -78,8 +80,10 @@ def test_item_of_two_responses_remains_after_the_first_is_deleted() -> None:
     assert store.items(MINE, {"in"}) == {}
 
 
-def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResponseStore(":memory:")
+def test_items_of_one_response_are_read_once(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ResponseStore(databases.open())
     many: list[Any] = [{"id": f"in_{n}"} for n in range(100)]
     for id, items in (("a", many[:50]), ("b", many[50:])):
         store.put(OWNER, Stored({"id": id, "previous_response_id": None, "output": []}, items))
@@ -95,8 +99,8 @@ def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(reads) == ["a", "b"]
 
 
-def test_a_response_and_its_items_are_stored_together() -> None:
-    store = ResponseStore(":memory:")
+def test_a_response_and_its_items_are_stored_together(databases: Databases) -> None:
+    store = ResponseStore(databases.open())
     conversation = {"id": "conv", "metadata": {}}
     of = responses_store.of_conversations(MINE)
     store.create_conversation(OWNER._replace(namespace=of), conversation, [], 1000)
@@ -112,10 +116,10 @@ def test_a_response_and_its_items_are_stored_together() -> None:
         store.extend(of, "conv", stored("b", text="x" * 1000).items, 1000, (OWNER, stored("b")))
     assert ids(store, "a", "b") == ["a"]
     assert store.totals[1] == sum(
-        size for [size] in store._database.execute("SELECT size FROM responses")
+        size for [size] in store.database.execute("SELECT size FROM responses")
     )
     store.delete(of, "conv")
-    assert store._database.execute("SELECT count(*) FROM conversation_items").fetchone() == (0,)
+    assert store.database.execute("SELECT count(*) FROM conversation_items") == [(0,)]
 
 
 def test_namespace_is_the_same_after_a_restart() -> None:
@@ -123,8 +127,8 @@ def test_namespace_is_the_same_after_a_restart() -> None:
     assert storage_namespace(b"").hex() == "c47b73d7e019c67f2e0e2d842366efaf"
 
 
-def test_chain_is_returned_oldest_first() -> None:
-    store = ResponseStore(":memory:")
+def test_chain_is_returned_oldest_first(databases: Databases) -> None:
+    store = ResponseStore(databases.open())
     turns = [stored("a"), stored("b", "a"), stored("c", "b")]
     for turn in turns:
         store.put(OWNER, turn)
@@ -139,16 +143,16 @@ def test_chain_is_returned_oldest_first() -> None:
     assert missing.value.id == "a"
 
 
-def test_oldest_responses_are_dropped_above_the_count_limit() -> None:
-    store = ResponseStore(":memory:", max_responses=3)
+def test_oldest_responses_are_dropped_above_the_count_limit(databases: Databases) -> None:
+    store = ResponseStore(databases.open(), max_responses=3)
     for id in "abcde":
         store.put(OWNER, stored(id))
     assert ids(store, *"abcde") == ["c", "d", "e"]
     assert store.totals[0] == 3
 
 
-def test_oldest_responses_are_dropped_above_the_size_limit() -> None:
-    store = ResponseStore(":memory:", max_bytes=1000)
+def test_oldest_responses_are_dropped_above_the_size_limit(databases: Databases) -> None:
+    store = ResponseStore(databases.open(), max_bytes=1000)
     for id in "abc":
         store.put(OWNER, stored(id, text="x" * 300))
     assert ids(store, *"abc") == ["b", "c"]
@@ -160,26 +164,28 @@ def test_oldest_responses_are_dropped_above_the_size_limit() -> None:
     assert ids(store, "d") == ["d"]
 
 
-def test_clients_share_the_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "text"), [({"max_responses": 6}, ""), ({"max_bytes": 4000}, "x" * 500)]
+)
+def test_clients_share_the_store(databases: Databases, bounds: dict[str, int], text: str) -> None:
     """A client that stores much loses its own oldest responses, by number or by size."""
     one, two, three = (owner_of(b"", f"10.0.0.{n}") for n in range(3))
-    for bounds, text in (({"max_responses": 6}, ""), ({"max_bytes": 4000}, "x" * 500)):
-        store = ResponseStore(":memory:", **bounds)
-        store.put(one, stored("one", text=text))
-        for n in range(20):
-            store.put(two, stored(f"two{n}", text=text))
-        many = ids(store, *(f"two{n}" for n in range(20)), namespace=two.namespace)
-        assert many == [f"two{n}" for n in range(20 - len(many), 20)]
-        assert len(many) == 5  # alone it takes all that the others leave
-        for n in range(20):
-            store.put(three, stored(f"three{n}", text=text))
-        assert ids(store, "one", namespace=one.namespace) == ["one"]
-        left = [row[0] for row in store._usage_of_clients().values()]
-        assert sorted(left) == [1, 2, 3]
+    store = ResponseStore(databases.open(), **bounds)
+    store.put(one, stored("one", text=text))
+    for n in range(20):
+        store.put(two, stored(f"two{n}", text=text))
+    many = ids(store, *(f"two{n}" for n in range(20)), namespace=two.namespace)
+    assert many == [f"two{n}" for n in range(20 - len(many), 20)]
+    assert len(many) == 5  # alone it takes all that the others leave
+    for n in range(20):
+        store.put(three, stored(f"three{n}", text=text))
+    assert ids(store, "one", namespace=one.namespace) == ["one"]
+    left = [row[0] for row in store._usage_of_clients().values()]
+    assert sorted(left) == [1, 2, 3]
 
 
-def test_too_large_response_drops_no_others() -> None:
-    store = ResponseStore(":memory:", max_bytes=1000)
+def test_too_large_response_drops_no_others(databases: Databases) -> None:
+    store = ResponseStore(databases.open(), max_bytes=1000)
     one, two = owner_of(b"one", ""), owner_of(b"two", "")
     store.put(one, stored("a"))
     store.put(two, stored("b", text="x" * 2000))
@@ -196,8 +202,8 @@ def test_an_owner_is_a_key_or_else_an_address() -> None:
     assert len({one.client, two.client, one.namespace, keyed.client}) == 4
 
 
-def test_used_conversation_keeps_its_first_response() -> None:
-    store = ResponseStore(":memory:", max_responses=3)
+def test_used_conversation_keeps_its_first_response(databases: Databases) -> None:
+    store = ResponseStore(databases.open(), max_responses=3)
     store.put(OWNER, stored("a"))
     store.put(OWNER, stored("b", "a"))
     store.put(OWNER, stored("other"))
@@ -206,15 +212,14 @@ def test_used_conversation_keeps_its_first_response() -> None:
     assert ids(store, "a", "b", "c", "other") == ["a", "b", "c"]
 
 
-def test_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> None:
-    path = str(tmp_path / "responses.db")
-    store = ResponseStore(path)
+def test_responses_keep_their_order_and_their_bounds(databases: Databases) -> None:
+    store = ResponseStore(databases.open())
     for id in "abc":
         store.put(OWNER, stored(id))
     store.chain(MINE, "a")
     size = store.totals[1]
     store.close()
-    store = ResponseStore(path, max_responses=3)
+    store = ResponseStore(databases.open(), max_responses=3)
     assert store.totals == (3, size)
     assert store.get(MINE, "b") == stored("b")
     store.put(OWNER, stored("d"))
@@ -226,13 +231,14 @@ def test_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> None
 def test_only_the_user_reads_the_files(tmp_path: Path, exists: bool) -> None:
     path = tmp_path / "responses.db"
     if exists:
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            use_write_ahead_log(database)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            use_write_ahead_log(connection)
             path.chmod(0o644)
-    store = ResponseStore(str(path))
+    database = SqliteDatabase(str(path))
+    store = ResponseStore(database)
     store.put(OWNER, stored("a"))
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
-    suffixes = ("", "-wal", "-shm", f"-{store.process}.lock")
+    suffixes = ("", "-wal", "-shm", f"-{database.process}.lock")
     assert modes == {f"responses.db{suffix}": 0o600 for suffix in suffixes}
     store.close()
 
@@ -244,22 +250,24 @@ def test_stored_responses_can_be_used_on_a_full_disk(tmp_path: Path) -> None:
         store.put(OWNER, stored("b", "a", "x" * 100_000))
     assert store.totals == before
     assert ids(store, "a", "b") == ["a"]
-    store._database.execute("PRAGMA query_only = ON")  # not even a use can be written down
+    store.database.execute("PRAGMA query_only = ON")  # not even a use can be written down
     assert store.chain(MINE, "a") == [stored("a")]
-    store._database.execute("PRAGMA query_only = OFF")
+    store.database.execute("PRAGMA query_only = OFF")
     store.put(OWNER, stored("c", "a"))
     assert ids(store, "a", "c") == ["a", "c"]
     store.close()
 
 
-def test_failed_put_is_rolled_back() -> None:
-    store = ResponseStore(":memory:", max_responses=1)
+def test_failed_put_is_rolled_back(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(databases.open(), max_responses=1)
     store.put(OWNER, stored("a"))
     before = store.totals
 
-    keeps = "CREATE TRIGGER keeps BEFORE DELETE ON responses BEGIN SELECT raise(ABORT, 'full'); END"
-    store._database.execute(keeps)
-    with pytest.raises(sqlite3.Error):
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_drop", fail)
+    with pytest.raises(OSError, match="No space"):
         store.put(OWNER, stored("b"))
     assert store.totals == before
     assert ids(store, "a", "b") == ["a"]
@@ -270,7 +278,7 @@ def test_error_names_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     text.write_text("no database " * 100)
     for path in (text, tmp_path / "none" / "responses.db", tmp_path):
         with pytest.raises(sqlite3.Error):
-            ResponseStore(str(path))
+            ResponseStore(SqliteDatabase(str(path)))
         with pytest.raises(SettingsError, match="RESPONSES_DB="):
             create_app(Settings(responses_db=str(path)))
 
@@ -284,19 +292,12 @@ def running(id: str) -> Stored:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[tuple[ResponseStore, ResponseStore]]:
+def shared(databases: Databases) -> Iterator[tuple[ResponseStore, ResponseStore]]:
     """The store of two processes."""
-    path = str(tmp_path / "responses.db")
-    stores = ResponseStore(path, max_responses=2), ResponseStore(path, max_responses=2)
-    yield stores
-    for store in stores:
+    one, other = (ResponseStore(databases.open(), max_responses=2) for _ in range(2))
+    yield one, other
+    for store in (one, other):
         store.close()
-
-
-def kill(store: ResponseStore) -> None:
-    """End a process as SIGKILL does: the system unlocks its file."""
-    store._database.close()
-    os.close(store._locked)
 
 
 def test_a_background_response_is_found_by_all_from_its_start(
@@ -329,23 +330,24 @@ def test_a_pause_or_a_step_of_the_clock_fails_nothing(
     owner, other = shared
     owner.put(OWNER, running("a"), is_generating=True)
     day = 24 * 3600
-    for clock in (time.time, time.monotonic):
+    for clock, step in ((time.time, day), (time.time, -day), (time.monotonic, day)):
         now = clock()
-        for step in (day, -day):
-            monkeypatch.setattr(time, clock.__name__, lambda now=now, step=step: now + step)
-            assert other.is_generating(MINE, "a")
-            assert other.get(MINE, "a") == owner.get(MINE, "a") == running("a")
+        monkeypatch.setattr(time, clock.__name__, lambda now=now, step=step: now + step)
+        assert other.is_generating(MINE, "a")
+        assert other.get(MINE, "a") == owner.get(MINE, "a") == running("a")
     owner.put(OWNER, stored("a"))
     assert other.get(MINE, "a") == stored("a")
 
 
-def test_the_responses_of_a_dead_process_have_failed_for_all(tmp_path: Path) -> None:
-    path = str(tmp_path / "responses.db")
-    owner, *others = (ResponseStore(path, max_responses=2) for _ in range(3))
+def test_the_responses_of_a_dead_process_have_failed_for_all(
+    databases: Databases, tmp_path: Path
+) -> None:
+    owner, *others = (ResponseStore(databases.open(), max_responses=2) for _ in range(3))
     for id in "abcd":
         owner.put(OWNER, running(id), is_generating=True)
     others[0].put(OWNER, running("own"), is_generating=True)
-    kill(owner)
+    kill(owner.database)
+    others[1].release_abandoned()
     for store in others:
         failed = store.get(MINE, "d")
         assert (failed.response["status"], failed.input) == ("failed", [])
@@ -354,7 +356,8 @@ def test_the_responses_of_a_dead_process_have_failed_for_all(tmp_path: Path) -> 
         assert ids(store, *"abcd") == ["c", "d"]  # they count, and are dropped in turn
     for store in others:
         store.close()
-    assert [file.name for file in tmp_path.iterdir()] == ["responses.db"]
+    if not databases.is_postgres:
+        assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
 
 
 def test_the_responses_of_a_dead_process_have_failed_though_none_was_requested(
@@ -362,35 +365,87 @@ def test_the_responses_of_a_dead_process_have_failed_though_none_was_requested(
 ) -> None:
     owner, other = shared
     owner.put(OWNER, running("a"), is_generating=True)
-    kill(owner)
-    other.put(OWNER, running("b"), is_generating=True)
+    kill(owner.database)
+    for _ in range(2):
+        other.release_abandoned()
     assert other.totals[0] == 1
-    owner.is_shared = False  # so that it can be closed
 
 
 def test_a_file_with_leases_is_read(tmp_path: Path) -> None:
     """As an earlier version has left it."""
-    path = tmp_path / "responses.db"
-    store = ResponseStore(str(path))
+    database = SqliteDatabase(str(tmp_path / "responses.db"))
+    store = ResponseStore(database)
     store.put(OWNER, stored("a"))
-    store._database.executescript(
+    database.connection.executescript(
         "DROP TABLE generating; CREATE TABLE running (id TEXT PRIMARY KEY, expires REAL NOT NULL);"
-        "INSERT INTO running VALUES ('b', 1)"
+        "INSERT INTO running VALUES ('b', 1); UPDATE responses SET used = 1;"
+        "PRAGMA user_version = 0"
     )
     store.close()
-    store = ResponseStore(str(path))
+    store = ResponseStore(SqliteDatabase(str(tmp_path / "responses.db")))
+    store.remove_expired()
     store.put(OWNER, running("b"), is_generating=True)
     assert ids(store, *"ab") == ["a", "b"]
     store.close()
 
 
-def test_processes_open_a_new_file_at_the_same_time(tmp_path: Path) -> None:
-    for n in range(10):
-        path, gate = str(tmp_path / f"{n}.db"), threading.Barrier(4)
+def test_unused_responses_expire(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(databases.open(), ttl_s=100)
+    for id in ("a", "b", "running"):
+        store.put(OWNER, running(id) if id == "running" else stored(id), id == "running")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 99)
+    store.chain(MINE, "b")
+    monkeypatch.setattr(time, "time", lambda: now + 101)
+    store.remove_expired()
+    assert ids(store, "a", "b", "running") == ["b", "running"]
 
-        def opened(path: str = path, gate: threading.Barrier = gate) -> int:
+
+def test_a_newer_schema_is_refused(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = *responses_store.MIGRATIONS, "CREATE TABLE newer (id TEXT)"
+    with monkeypatch.context() as patch:
+        patch.setattr(responses_store, "MIGRATIONS", newer)
+        ResponseStore(databases.open()).close()
+    with pytest.raises(NewerSchema, match=r"'responses' has version 3.* up to 2"):
+        ResponseStore(databases.open())
+    if databases.is_postgres:
+        with pytest.raises(SettingsError, match="STORE: its schema 'responses' has version 3"):
+            create_app(Settings(store=databases.url))
+
+
+def test_a_failed_migration_changes_nothing(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ResponseStore(databases.open())
+    wrong = *responses_store.MIGRATIONS, "CREATE TABLE newer (id TEXT); SELECT * FROM none"
+    with monkeypatch.context() as patch:
+        patch.setattr(responses_store, "MIGRATIONS", wrong)
+        with pytest.raises((OSError, sqlite3.Error)):
+            ResponseStore(databases.open())
+    ResponseStore(databases.open())
+    with pytest.raises((OSError, sqlite3.Error)):
+        store.database.execute("SELECT * FROM newer")
+
+
+def test_a_text_that_postgresql_cannot_store_is_refused(databases: Databases) -> None:
+    store = ResponseStore(databases.open())
+    with contextlib.ExitStack() as stack:
+        kind = InvalidInput if databases.is_postgres else NotStored
+        stack.enter_context(pytest.raises(kind))
+        store.get(MINE, "a\0")
+
+
+def test_processes_open_a_new_database_at_the_same_time(
+    databases: Databases, tmp_path: Path
+) -> None:
+    for n in range(1 if databases.is_postgres else 10):
+        if not databases.is_postgres:
+            databases.url = str(tmp_path / f"{n}.db")
+        gate = threading.Barrier(4)
+
+        def opened(gate: threading.Barrier = gate) -> int:
             gate.wait(60)
-            store = ResponseStore(path)
+            store = ResponseStore(databases.open())
             store.put(OWNER, stored(f"a{threading.get_ident()}"))
             store.close()
             return 1
@@ -405,7 +460,7 @@ def test_the_switch_to_a_write_ahead_log_is_repeated_while_another_process_switc
     busy, full = sqlite3.OperationalError("locked"), sqlite3.OperationalError("disk full")
     busy.sqlite_errorcode, full.sqlite_errorcode = sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL
     waits: list[float] = []
-    monkeypatch.setattr("server.apis.openai.sqlite_store.time.sleep", waits.append)
+    monkeypatch.setattr("server.apis.openai.database.time.sleep", waits.append)
     database = Mock(execute=Mock(side_effect=[busy, busy, None]))
     use_write_ahead_log(database)
     assert len(waits) == 2
@@ -418,9 +473,10 @@ def test_the_switch_to_a_write_ahead_log_is_repeated_while_another_process_switc
 
 
 def test_events_are_kept_for_a_time_and_count_while_they_are(
+    databases: Databases,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = ResponseStore(":memory:")
+    store = ResponseStore(databases.open())
     store.put(OWNER, running("a"), is_generating=True)
     for number in range(3):
         store.add_event("a", number, b"event %d" % number)

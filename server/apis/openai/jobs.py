@@ -9,13 +9,13 @@ import asyncio
 import logging
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import TypeVar
 
 from anyio.to_thread import run_sync
 
-from server.apis.openai.sqlite_store import SqliteStore
+from server.apis.openai.store import Store
 from server.core.worker_client import WorkerClient
 from server.http.request import Application
 
@@ -56,8 +56,9 @@ class JobRunner:
     def __init__(self, worker_client: WorkerClient) -> None:
         self.worker_client = worker_client
         self.jobs: dict[str, StoredJob] = {}  # by id, oldest first
-        self.stores: list[SqliteStore] = []
+        self.stores: list[Store] = []
         self.on_start: list[Callable[[], None]] = []
+        self.on_poll: list[Callable[[], Awaitable[None]]] = []
         self.is_stopping = False
 
     def start(self, app: Application) -> None:
@@ -93,17 +94,27 @@ class JobRunner:
             job.drain()
 
     async def _poll(self) -> None:
-        """Abort the jobs that other processes have cancelled. Remove expired rows."""
+        """Abort the jobs that other processes have cancelled, end those of dead ones, and remove
+        expired rows."""
+        has_failed = False
         for n in count():
+            had_failed, has_failed = has_failed, False
             for store in self.stores:
                 try:
+                    if store.database.is_shared:
+                        await run_sync(store.database.renew)
+                        await run_sync(store.release_abandoned)
                     if not n % SWEEP_POLLS:
                         await run_sync(store.remove_expired)
-                    if not (self.jobs and store.is_shared):
+                    if not (self.jobs and store.database.is_shared):
                         continue
                     for id in await run_sync(store.cancelled):
                         if job := self.jobs.get(id):
                             job.abort()
                 except (OSError, sqlite3.Error) as error:
-                    log.error("store not read error=%.200r", error)
+                    if not (has_failed or had_failed):  # an outage has one line
+                        log.error("store not read error=%.200r", error)
+                    has_failed = True
+            for poll in self.on_poll:
+                await poll()
             await asyncio.sleep(POLL_S)

@@ -3,7 +3,6 @@
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
-from msgspec.json import decode
 from starlette.requests import Request
 
 from batching.errors import InvalidInput
@@ -13,7 +12,7 @@ from server.apis.openai.batches.store import KEPT_S
 from server.apis.openai.request_fields import convert, convert_body
 from server.apis.openai.response_schemas import BatchJob, BatchList
 from server.apis.openai.responses.request import Metadata
-from server.apis.openai.sqlite_store import ListPage, in_store
+from server.apis.openai.store import ListPage, in_store
 from server.http.access import address_of
 from server.http.errors import SETTING_FOR_PATH
 from server.http.json import JsonBodyParser, parse_json, to_json
@@ -48,15 +47,16 @@ class BatchPage(Struct):
 
 
 class Batches:
-    """The endpoints of batches; `routes` has those of their files, too."""
+    """The endpoints of batches; `routes` has those of their files, too. `uploads`: see
+    FileEndpoints."""
 
-    def __init__(self, runner: BatchRunner) -> None:
-        self.runner, self.store = runner, runner.store
+    def __init__(self, runner: BatchRunner, uploads: str | None) -> None:
+        self.runner, self.store, self.uploads = runner, runner.store, uploads
         self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[OperationRoute]:
         own = routes_of(self.create, self.list_batches, self.retrieve, self.cancel)
-        return FileEndpoints(self.store).routes() + own
+        return FileEndpoints(self.store, self.uploads).routes() + own
 
     @Operation(
         "POST /v1/batches",
@@ -107,9 +107,7 @@ class Batches:
     @Operation("POST /v1/batches/{id}/cancel", "Cancel a batch", BatchJob, errors=[400])
     async def cancel(self, request: Request) -> bytes:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
-        job = decode(await in_store(self.store.batch, namespace, id), type=BatchJob)
-        if job.status not in ("validating", "in_progress", "cancelling"):
-            raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
+        content = await in_store(self.store.cancel, namespace, id)
         if batch := self.runner.jobs.find(BatchTask, namespace, id):
-            await batch.cancel()
-        return await in_store(self.store.batch, namespace, id)
+            batch.abort()
+        return content

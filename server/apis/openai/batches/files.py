@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.apis.openai.batches.store import KEPT_S, BatchStore
+from server.apis.openai.batches.store import CHUNK_BYTES, KEPT_S, BatchStore
 from server.apis.openai.media import raise_when_gone
 from server.apis.openai.request_fields import convert
 from server.apis.openai.response_schemas import Deleted, FileList, FileObject
-from server.apis.openai.sqlite_store import ListPage, in_store, storage_namespace
+from server.apis.openai.store import ListPage, in_store, storage_namespace
 from server.http.form import FILE, Form
 from server.http.json import Document
 from server.http.operation import FORM, Operation, OperationRoute, routes_of
-from server.http.request import SEND_BYTES, send_at_pace
+from server.http.request import send_at_pace
 from server.http.upload import Uploads
 
 MAX_FILE_MB = 200
@@ -68,9 +68,11 @@ def file_form() -> Document:
 
 
 class FileEndpoints:
-    def __init__(self, store: BatchStore) -> None:
+    """`uploads`: a folder for files while they arrive; None: that of temporary files."""
+
+    def __init__(self, store: BatchStore, uploads: str | None) -> None:
         self.store = store
-        self.uploads = Uploads(MAX_FILE_MB, str(store.uploads))
+        self.uploads = Uploads(MAX_FILE_MB, uploads)
 
     def routes(self) -> list[OperationRoute]:
         others = self.list_files, self.retrieve_or_delete, FileContent(self.store)
@@ -86,7 +88,7 @@ class FileEndpoints:
             namespace, size = namespace_of(request.scope), form.file_bytes
 
             def add() -> FileObject:
-                return form.pass_on(
+                return form.use_file(
                     lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
                 )
 
@@ -137,23 +139,22 @@ class FileContent:
         id, threads = scope["path_params"]["id"], self._threads
         file = await in_store(self.store.file, namespace_of(scope), id, limiter=threads)
         # a piece in the connection's buffer, and one that waits for room in it
-        scope["app"].count_body(scope, min(file.bytes, 2 * SEND_BYTES))
-        content = await in_store(self.store.path(file.id).open, "rb", 0, limiter=threads)
+        scope["app"].count_body(scope, min(file.bytes, 2 * CHUNK_BYTES))
+        next_piece, sent = self.store.next_piece, 0
+        piece = await in_store(next_piece, id, 0, limiter=threads)  # before the response begins
         # uvicorn's `send` says nothing about a client that has gone
         gone = asyncio.create_task(raise_when_gone(receive))
         try:
             headers = [(b"content-type", b"application/octet-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while not gone.done():
-                piece = await run_sync(content.read, SEND_BYTES, limiter=threads)
-                if not piece:
-                    break
+            while piece and not gone.done():
                 message = {"type": "http.response.body", "body": piece, "more_body": True}
                 await send_at_pace(send, scope["transfer"], message)
+                sent += len(piece)
+                piece = await run_sync(next_piece, id, sent, limiter=threads)
             if gone.done():
                 gone.result()
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
-            await run_sync(content.close)

@@ -22,7 +22,6 @@ from server.http.lines import Line, LineSplitter
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # that are reported
-CHUNK_BYTES = 1 << 18
 # What a prompt is made of, in the order in which templates render it.
 PROMPT_FIELDS = (
     "model",

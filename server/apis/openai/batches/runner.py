@@ -1,10 +1,11 @@
 """Runs batches: their lines, in turns, through their endpoint.
 
-    input file → checked → lines, each in its client's turn → endpoint → results → store.py
+    input file → checked → claimed lines, each in its client's turn → endpoint → results → store.py
 
 A line is a request without a connection: its endpoint reads, submits and builds as for HTTP. Lines
-have low priority, count as one request in the shares of the queue, and wait while it is full. When
-the server stops, lines in flight are dropped, and run again after the next start.
+have low priority, count as one request in the shares of the queue, and wait while it is full. Each
+process with the store runs lines of all batches. When it stops, its lines in flight are dropped,
+and run again by another one or after the next start.
 """
 
 import asyncio
@@ -25,8 +26,9 @@ from starlette.types import Message, Scope
 
 from batching.errors import ClientGone, QueueFull, Refused
 from batching.fair_share import Priority
-from server.apis.openai.batches.input_file import CHUNK_BYTES, InputChecker, LineBody
+from server.apis.openai.batches.input_file import InputChecker, LineBody
 from server.apis.openai.batches.store import (
+    CHUNK_BYTES,
     BatchRecord,
     BatchStore,
     LineResult,
@@ -35,9 +37,9 @@ from server.apis.openai.batches.store import (
     StoreFull,
 )
 from server.apis.openai.endpoint import BodyEndpoint
-from server.apis.openai.jobs import JobRunner, StoredJob
+from server.apis.openai.jobs import POLL_S, JobRunner, StoredJob
 from server.apis.openai.response_schemas import BatchError, BatchStatus, ResponseError
-from server.apis.openai.sqlite_store import RETRY_S, in_store, storage_namespace
+from server.apis.openai.store import RETRY_S, storage_namespace
 from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import Deadlines, IncomingRequest
@@ -50,7 +52,8 @@ from server.http.transfers import Transfer
 
 log = logging.getLogger("onequeue.batches")
 
-PAGE_LINES = 64
+CHECKED_BYTES = 4 * CHUNK_BYTES
+CLAIMED_LINES = 16  # at a time: a process that is slow, or ends, holds up few
 WINDOW_DIVISOR = 4  # the lines in flight hold at most one divided by this of the queue's slots
 MAX_CRASHES = 3  # of the process in a row, without a result of the batch
 UNSERVED_TEXTS = {
@@ -149,18 +152,28 @@ class BatchRunner:
         self.store = store
         self.endpoints = endpoints  # by path
         self.check_turn = asyncio.Lock()  # one input file is checked at a time
-        self.batches: dict[str, BatchTask] = {}  # by id, oldest first
+        self.batches: dict[str, BatchTask] = {}  # by id
         self._waiting: dict[BatchTask, asyncio.Future[None]] = {}  # for a turn
         self._turns = count(1)
         jobs.stores.append(store)
         jobs.on_start.append(self._start)
+        jobs.on_poll.append(self._poll)
 
     def _start(self) -> None:
         self.app = self.jobs.app
         self.window = LineWindow(max(1, self.app.settings.max_queue_size // WINDOW_DIVISOR))
-        for record in self.store.unfinished():
-            self.add(record)
         self.worker_client.loaded.add_done_callback(lambda _: self._wake())
+
+    async def _poll(self) -> None:
+        """Run the batches that other processes have created, and end those they have cancelled."""
+        try:
+            records = await run_sync(self.store.unfinished)
+        except (OSError, sqlite3.Error):  # JobRunner has logged it
+            return
+        for record in records:
+            self.add(record)
+            if record.job.status == "cancelling":
+                self.batches[record.job.id].abort()
 
     def find_key(self, namespace: bytes) -> ApiKey | None:
         """Return the key that a batch was created with; None if it is not valid any more."""
@@ -169,9 +182,10 @@ class BatchRunner:
 
     def add(self, record: BatchRecord) -> None:
         """Run a batch when it is its client's oldest one."""
-        batch = BatchTask(self, record)
-        self.batches[batch.id] = batch
-        self.jobs.run(batch)
+        if record.job.id not in self.batches and not self.jobs.is_stopping:
+            batch = BatchTask(self, record)
+            self.batches[batch.id] = batch
+            self.jobs.run(batch)
 
     def remove(self, batch: "BatchTask") -> None:
         del self.batches[batch.id]
@@ -186,7 +200,8 @@ class BatchRunner:
         loaded, client = self.worker_client.loaded, batch.context.client
         if not loaded.done() or loaded.cancelled() or loaded.exception():
             return False
-        oldest = next(first for first in self.batches.values() if first.context.client == client)
+        others = [other for other in self.batches.values() if other.context.client == client]
+        oldest = min(others, key=lambda other: other.record.number)
         return batch is oldest or batch.end is not None
 
     async def take_turn(self, batch: "BatchTask", size: int) -> None:
@@ -229,12 +244,9 @@ class BatchTask(StoredJob):
         # all lines count as one request in the shares of the queue
         self.context = RequestContext(client, self.id, None, key.share, priority, True, key=key)
         self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
-        if record.job.status == "cancelling":
-            self.end = "cancelled"
         self.changed = asyncio.Event()  # it may run, or is interrupted
         self.last_turn = self.next_size = 0
         self.in_flight = self.bytes = 0  # of lines without a stored result
-        self._is_stale = False  # `record` may differ from the stored one
         self._serving: asyncio.Task[None] | None = None  # starts lines, and ends with them
         self._finished: list[FinishedLine] = []  # their results are not stored yet
         self._filled = asyncio.Event()  # there are some, or all lines have ended
@@ -260,22 +272,15 @@ class BatchTask(StoredJob):
         self.end = self.end or end
         self.drain()
 
-    async def cancel(self) -> None:
-        """Cancel the batch, if it has not ended. Raises QueueFull if the disk fails."""
-        job = self.record.job
-        if self.end is None and job.status in ("validating", "in_progress"):
-            job.status, job.cancelling_at = "cancelling", int(time.time())
-            self.abort()
-            await in_store(self.store.save, self.record)
-
     async def run(self) -> None:
         try:
             while not self.runner.jobs.is_stopping:
-                if self.runner.may_run(self) and await self._try():
+                wait_s: float | None = RETRY_S
+                if self.runner.may_run(self) and (wait_s := await self._try()) is None:
                     break
                 self.changed.clear()
                 with contextlib.suppress(TimeoutError):  # else it may run, or is interrupted
-                    await asyncio.wait_for(self.changed.wait(), RETRY_S)
+                    await asyncio.wait_for(self.changed.wait(), wait_s)
         except Exception:
             log.exception("bug in a batch id=%s", self.id)
             with contextlib.suppress(OSError, sqlite3.Error):
@@ -284,89 +289,94 @@ class BatchTask(StoredJob):
             self._timer.cancel()
             self.runner.remove(self)
 
-    async def _try(self) -> bool:
-        """Run the batch. Return False if it is to be tried again: the disk has failed, or there is
-        no memory for checking its input."""
+    async def _try(self) -> float | None:
+        """Run the batch. Return None if it has ended, else the time until the next attempt: other
+        processes run its last lines, the disk has failed, or there is no memory for checking its
+        input."""
         try:
-            if self._is_stale:
-                self.record = await run_sync(self.store.reload, self.record)
-                self.record.crashes = 0
-                self._is_stale = False
             try:
-                await self._advance()
+                return None if await self._advance() else POLL_S
             except StoreFull as error:
                 await self._finish("failed", [BatchError("storage_full", str(error))])
+                return None
         except QueueFull:
-            return self.runner.jobs.is_stopping
+            pass
         except (OSError, sqlite3.Error) as error:
             log.error("batch delayed id=%s error=%.200r", self.id, error)
-            self._is_stale = True
-            return self.runner.jobs.is_stopping
-        return True
+        return RETRY_S
 
-    async def _advance(self) -> None:
-        job = self.record.job
-        if not self.is_key_valid:
-            error = BatchError("invalid_api_key", "the API key of the batch is not valid any more")
+    async def _advance(self) -> bool:
+        """Take the batch as far as this process can. Return whether it has ended."""
+        record = self.record
+        if not await run_sync(self.store.reload, record):
+            return True  # by another process
+        await run_sync(self.store.release, record)  # what an attempt before has left
+        if record.job.status == "cancelling":
+            self.end = self.end or "cancelled"
+        if error := self._reason_to_fail():
             return await self._finish("failed", [error])
-        if job.endpoint not in self.runner.endpoints:
-            error = BatchError("model_not_found", f"no model serves {job.endpoint} any more")
-            return await self._finish("failed", [error])
-        if job.status == "validating" and not self.is_interrupted:
+        if record.job.status == "validating" and not self.is_interrupted:
             async with self.runner.check_turn:
+                if not await run_sync(self.store.claim_check, record):
+                    return False
                 errors = await self._check_input()
             if errors:
                 return await self._finish("failed", errors)
-        if job.status == "in_progress" and not self.is_interrupted:
-            self.record.crashes += 1
-            if self.record.crashes > MAX_CRASHES:
-                reason = f"the server ended {MAX_CRASHES} times while it ran these lines"
-                return await self._finish("failed", [BatchError("server_error", reason)])
-            await run_sync(self.store.save, self.record)
+        if record.job.status == "in_progress" and not self.is_interrupted:
             await self._serve_lines()
+            await run_sync(self.store.release, record)
         if self.runner.jobs.is_stopping:
-            self.record.crashes = 0
-            return await run_sync(self.store.save, self.record)
-        if self.end is None:
-            job.status, job.finalizing_at = "finalizing", int(time.time())
-        elif job.request_counts.total:
+            return True
+        if self.end:
             await self._fail_unserved("batch_" + self.end)
-        await self._finish(self.end or "completed")
+        if await run_sync(self.store.has_lines, record):
+            return False
+        return await self._finish(self.end or "completed")
 
-    async def _finish(self, status: BatchStatus, errors: Sequence[BatchError] = ()) -> None:
-        await run_sync(self.store.finish, self.record, status, errors)
-        job = self.record.job
-        counts, seconds = job.request_counts, time.time() - (job.in_progress_at or time.time())
-        log.info(
-            "batch ended id=%s status=%s completed=%d failed=%d seconds=%.1f",
-            self.id,
-            status,
-            counts.completed,
-            counts.failed,
-            seconds,
-        )
+    def _reason_to_fail(self) -> BatchError | None:
+        endpoint = self.record.job.endpoint
+        if not self.is_key_valid:
+            return BatchError("invalid_api_key", "the API key of the batch is not valid any more")
+        if endpoint not in self.runner.endpoints:
+            return BatchError("model_not_found", f"no model serves {endpoint} any more")
+        if self.record.crashes >= MAX_CRASHES:
+            reason = f"the server ended {MAX_CRASHES} times while it ran these lines"
+            return BatchError("server_error", reason)
+        return None
+
+    async def _finish(self, status: BatchStatus, errors: Sequence[BatchError] = ()) -> bool:
+        if await run_sync(self.store.finish, self.record, status, errors):
+            job = self.record.job
+            counts, seconds = job.request_counts, time.time() - (job.in_progress_at or time.time())
+            log.info(
+                "batch ended id=%s status=%s completed=%d failed=%d seconds=%.1f",
+                self.id,
+                status,
+                counts.completed,
+                counts.failed,
+                seconds,
+            )
+        return True
 
     # ── the input file ──
 
     async def _check_input(self) -> Sequence[BatchError]:
         """Check the input file, and begin to run its lines. Return its errors. Raises QueueFull if
         bodies take too much memory: a line that is checked counts as one."""
-        job, path = self.record.job, self.store.path(self.record.job.input_file_id)
+        job, input_id = self.record.job, self.record.job.input_file_id
         app, transfer, turns = self.runner.app, Transfer(), heavy_limiter()
         checker = InputChecker(job.endpoint, app.max_body)
 
-        def check(offset: int) -> bool:
-            with path.open("rb") as file:
-                file.seek(offset)
-                checker.feed(chunk := file.read(CHUNK_BYTES))
-                return len(chunk) == CHUNK_BYTES
+        def check(offset: int) -> int:
+            checker.feed(piece := self.store.read(input_id, offset, CHECKED_BYTES))
+            return len(piece)
 
-        size = (await run_sync(path.stat)).st_size
+        size = await run_sync(self.store.size, input_id)
         app.memory.take(transfer, min(size, app.max_body))
         try:
             offset = 0
-            while await run_sync(check, offset, limiter=turns):
-                offset += CHUNK_BYTES
+            while offset < size:
+                offset += await run_sync(check, offset, limiter=turns)
                 if self.is_interrupted or checker.has_failed:
                     break
             lines = await run_sync(checker.finish, limiter=turns)
@@ -378,15 +388,14 @@ class BatchTask(StoredJob):
 
     def _read_line(self, line: PendingInput) -> tuple[str, bytes]:
         """Return a line's custom_id and its body. In a pool thread."""
-        with self.store.path(self.record.job.input_file_id).open("rb") as file:
-            file.seek(line.offset)
-            checked = decode(file.read(line.size), type=LineBody)
+        content = self.store.read(self.record.job.input_file_id, line.offset, line.size)
+        checked = decode(content, type=LineBody)
         return checked.custom_id, bytes(checked.body)
 
     # ── lines ──
 
     async def _serve_lines(self) -> None:
-        """Run all lines without a result, until the batch is interrupted."""
+        """Run lines without a result until the batch is interrupted, or none is left to claim."""
         self.endpoint = self.runner.endpoints[self.record.job.endpoint]
         self._finished, self._all_ended = [], False
         self._to_start: deque[PendingInput] = deque()
@@ -408,12 +417,11 @@ class BatchTask(StoredJob):
 
     async def _start_lines(self) -> None:
         """Start each line without a result in its turn, until all have ended."""
-        last, to_start, lines = -1, self._to_start, set[asyncio.Task[None]]()
+        to_start, lines = self._to_start, set[asyncio.Task[None]]()
         async with asyncio.TaskGroup() as group:
             while True:
                 if not to_start:
-                    to_start += await run_sync(self.store.pending, self.record, last, PAGE_LINES)
-                    last = to_start[-1].position if to_start else last
+                    to_start += await run_sync(self.store.claim, self.record, CLAIMED_LINES)
                 if to_start:
                     await self._wait_for_turn(to_start[0].size)
                     lines.add(task := group.create_task(self._serve_line(to_start.popleft())))
@@ -506,9 +514,7 @@ class BatchTask(StoredJob):
 
     def _append(self, finished: Sequence[FinishedLine]) -> list[LineResult]:
         """Store the results of lines. In a pool thread."""
-        results = [line.result() for line in finished]
-        self.store.append(self.record, results)
-        return results
+        return self.store.append(self.record, [line.result() for line in finished])
 
     def _count(self, results: Sequence[LineResult]) -> None:
         metric = self.runner.app.metrics.batch_lines
@@ -523,11 +529,9 @@ class BatchTask(StoredJob):
         def fail_page() -> list[LineResult]:
             results = [
                 line_result(line.position, self._read_line(line)[0], None, error)
-                for line in self.store.pending(self.record, -1, PAGE_LINES)
+                for line in self.store.claim(self.record, CLAIMED_LINES)
             ]
-            if results:
-                self.store.append(self.record, results)
-            return results
+            return self.store.append(self.record, results) if results else []
 
         while results := await run_sync(fail_page):
             self._count(results)

@@ -1,16 +1,17 @@
-"""The files and batches of `BATCH_DIR`: an sqlite database, and a folder with the contents.
+"""The files and batches of `BATCH_DIR` or `STORE`. Contents of files are in chunks.
 
-    upload → file → batch → its lines, in order → results: file, then database → output files
+    upload → file → batch → its lines, in order → claimed by a process → results → output files
 
-A result is in its file, on the disk, before the database knows that its line is done; what a crash
-has left behind that is overwritten. One process uses a folder.
+A process claims the lines that it runs. A result is stored with the end of its line, if the line is
+still claimed. The claims of a process that has ended are released by another one.
 """
 
-import os
+import contextlib
 import secrets
 import shutil
+import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from msgspec import json
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches.input_file import CheckedLine
+from server.apis.openai.database import Database, SqliteDatabase
 from server.apis.openai.response_schemas import (
     BatchError,
     BatchErrors,
@@ -31,18 +33,21 @@ from server.apis.openai.response_schemas import (
     FileObject,
     PromptTokensDetails,
 )
-from server.apis.openai.sqlite_store import ListPage, SqliteStore, encode_page
+from server.apis.openai.store import ListPage, Store, encode_page
 from server.http.errors import HttpError
 
 WINDOW_S = 24 * 3600  # the only completion window
 KEPT_S = 30 * 24 * 3600  # files by default, and batches that have ended
 FILE_OVERHEAD = 4096  # bytes that a file takes beside its content
+CHUNK_BYTES = 1 << 16
+UPLOADED_CHUNKS = 16  # of a transaction
+MAX_UPLOAD_S = 3600  # to store a file; what remains of it later is of a process that has ended
 # Of a namespace.
 MAX_FILES = 10_000
 MAX_UNFINISHED = 100
 MAX_ENDED = 1000
 
-SCHEMA = """
+TABLES = """
 CREATE TABLE IF NOT EXISTS files (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -52,7 +57,7 @@ CREATE TABLE IF NOT EXISTS files (
     bytes INTEGER NOT NULL,
     created_at INTEGER NOT NULL,
     expires_at INTEGER NOT NULL,
-    is_whole INTEGER NOT NULL
+    is_whole BOOLEAN NOT NULL
 );
 CREATE INDEX IF NOT EXISTS files_of_namespace ON files (namespace, number);
 CREATE INDEX IF NOT EXISTS files_sizes ON files (namespace, bytes);
@@ -74,18 +79,32 @@ CREATE TABLE IF NOT EXISTS lines (
     batch INTEGER NOT NULL REFERENCES batches (number) ON DELETE CASCADE,
     position INTEGER NOT NULL,
     number INTEGER NOT NULL,
-    offset INTEGER NOT NULL,
+    "offset" INTEGER NOT NULL,
     size INTEGER NOT NULL,
-    is_done INTEGER NOT NULL DEFAULT 0,
+    is_done BOOLEAN NOT NULL DEFAULT FALSE,
     PRIMARY KEY (batch, position)
 ) WITHOUT ROWID;
 """
+# `process` checks the input of a batch, or runs a line that is not done. Files whose contents were
+# not in the database are dropped, and their batches.
+CLAIMS_AND_CHUNKS = """
+DELETE FROM batches;
+DELETE FROM files;
+ALTER TABLE batches ADD COLUMN process TEXT;
+ALTER TABLE lines ADD COLUMN process TEXT;
+CREATE INDEX batches_claimed ON batches (process) WHERE process IS NOT NULL;
+CREATE INDEX lines_claimed ON lines (process) WHERE process IS NOT NULL;
+CREATE INDEX lines_unclaimed ON lines (batch, position) WHERE process IS NULL AND NOT is_done;
+CREATE TABLE chunks (
+    file TEXT NOT NULL REFERENCES files (id) ON DELETE CASCADE,
+    start INTEGER NOT NULL,
+    content BLOB NOT NULL,
+    PRIMARY KEY (file, start)
+);
+"""
+MIGRATIONS = TABLES, CLAIMS_AND_CHUNKS
 FILE_COLUMNS = "id, bytes, created_at, expires_at, filename, purpose"
 FOUND = "namespace = ? AND id = ? AND is_whole AND expires_at > ?"
-
-
-class FolderInUse(Exception):
-    """Another process uses the folder."""
 
 
 class StoreFull(Exception):
@@ -129,67 +148,109 @@ class BatchRecord:
     output_id: str
     error_id: str
     output_kept_s: int
-    crashes: int  # of processes that ran it, since its last result
+    crashes: int  # of processes that ran its lines, since its last result
 
 
-class BatchStore(SqliteStore):
-    """`max_bytes` of all files, and of those of one namespace. Raises FolderInUse, and OSError or
-    sqlite3.Error if the folder cannot be used."""
+def open_folder(folder: str) -> SqliteDatabase:
+    """Return the database of BATCH_DIR, and make its folder of uploads."""
+    root = Path(folder).expanduser()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    database = SqliteDatabase(str(root / "batches.sqlite"))
+    if database.is_alone:  # a crash may have left some
+        shutil.rmtree(uploads_of(folder), ignore_errors=True)
+    uploads_of(folder).mkdir(exist_ok=True)
+    return database
 
-    def __init__(self, folder: str, max_bytes: int, max_namespace_bytes: int) -> None:
+
+def uploads_of(folder: str) -> Path:
+    """Return the folder of files that are being uploaded."""
+    return Path(folder).expanduser() / "uploads"
+
+
+class BatchStore(Store):
+    """`max_bytes` of all files, and of those of one namespace."""
+
+    def __init__(self, database: Database, max_bytes: int, max_namespace_bytes: int) -> None:
         self.max_bytes, self.max_namespace_bytes = max_bytes, max_namespace_bytes
-        root = Path(folder).expanduser()
-        self.files, self.uploads = root / "files", root / "uploads"
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        super().__init__(str(root / "batches.sqlite"), SCHEMA)
-        if not self.is_alone:
-            self.close()
-            raise FolderInUse("another server process uses it")
-        shutil.rmtree(self.uploads, ignore_errors=True)
-        for path in (self.files, self.uploads):
-            path.mkdir(exist_ok=True)
-        known = {id for [id] in self._database.execute("SELECT id FROM files")}
-        for path in self.files.iterdir():  # a crash may have left some
-            if path.name not in known:
-                path.unlink()
-
-    def path(self, id: str) -> Path:
-        return self.files / id
+        super().__init__(database, "batches", MIGRATIONS)
 
     # ── files ──
 
     def add_file(
         self, namespace: bytes, source: str, filename: str, size: int, kept_s: int
     ) -> FileObject:
-        """Move an uploaded file into the store. Raises HttpError if there is no room for it."""
+        """Store an uploaded file. Raises HttpError if there is no room for it."""
         now, id = int(time.time()), "file-" + secrets.token_hex(12)
         values = id, namespace, "batch", filename, size, now, now + kept_s
-        with self._lock, self._database:  # a transaction
+        with self.database.transaction():
             try:
                 self._check_room(namespace, size + FILE_OVERHEAD, files=1)
             except StoreFull as error:
                 message = f"{error}: delete files first"
                 raise HttpError(413, message, code="storage_full") from None
-            os.rename(source, self.path(id))
-            self._insert_file(*values, is_whole=True)
+            self._insert_file(*values, is_whole=False)
+        try:
+            self._copy(id, source)
+            self.database.execute("UPDATE files SET is_whole = TRUE WHERE id = ?", (id,))
+        except BaseException:
+            with contextlib.suppress(OSError, sqlite3.Error):
+                self._delete_files("id = ?", (id,))
+            raise
         return file_object((id, size, now, now + kept_s, filename, "batch"))
+
+    def _copy(self, id: str, source: str) -> None:
+        """Store the content of a file, in several transactions: others write between them."""
+        start = 0
+        with open(source, "rb") as file:
+            while piece := file.read(UPLOADED_CHUNKS * CHUNK_BYTES):
+                with self.database.transaction():
+                    start = self._add_chunks(id, start, piece)
+
+    def _add_chunks(self, id: str, start: int, content: bytes) -> int:
+        """Add to the end of a file; return its new end. Within a transaction."""
+        offsets = range(0, len(content), CHUNK_BYTES)
+        rows = [(id, start + n, content[n : n + CHUNK_BYTES]) for n in offsets]
+        self.database.execute_many("INSERT INTO chunks VALUES (?, ?, ?)", rows)
+        return start + len(content)
+
+    def read(self, id: str, start: int, size: int) -> bytes:
+        """Return a part of an uploaded file, whose chunks have CHUNK_BYTES each."""
+        part = "substr(content, CAST(? AS INTEGER), CAST(? AS INTEGER))"
+        select = f"SELECT {part} FROM chunks WHERE file = ? AND start = ?"
+        parts: list[bytes] = []
+        for chunk in range(start // CHUNK_BYTES * CHUNK_BYTES, start + size, CHUNK_BYTES):
+            first = max(start - chunk, 0)
+            count = min(start + size - chunk, CHUNK_BYTES) - first
+            rows = self.database.execute(select, (first + 1, count, id, chunk))
+            parts += [content for [content] in rows]
+        return b"".join(parts)
+
+    def next_piece(self, id: str, start: int) -> bytes:
+        """Return the next bytes of a file, at most CHUNK_BYTES; none at its end."""
+        where = "file = ? AND start >= ? AND start < ?"
+        select = f"SELECT content FROM chunks WHERE {where} ORDER BY start"
+        piece = b""
+        for [content] in self.database.execute(select, (id, start, start + CHUNK_BYTES)):
+            if len(piece) + len(content) > CHUNK_BYTES:
+                break
+            piece += content
+        return piece
 
     def _insert_file(self, *values: object, is_whole: bool) -> None:
         columns = "id, namespace, purpose, filename, bytes, created_at, expires_at, is_whole"
         inserted = f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-        self._database.execute(inserted, (*values, is_whole))
+        self.database.execute(inserted, (*values, is_whole))
 
     def file(self, namespace: bytes, id: str, param: str = "id") -> FileObject:
         select = f"SELECT {FILE_COLUMNS} FROM files WHERE {FOUND}"
-        with self._lock:
-            row = self._database.execute(select, (namespace, id, time.time())).fetchone()
-        if row is None:
+        rows = self.database.execute(select, (namespace, id, int(time.time())))
+        if not rows:
             raise HttpError(404, f"there is no file {id[:100]!r}", param)
-        return file_object(row)
+        return file_object(rows[0])
 
     def list_files(self, namespace: bytes, page: ListPage, purpose: str | None) -> bytes:
         """Return a page of files as JSON."""
-        values: list[object] = [time.time()]
+        values: list[object] = [int(time.time())]
         where = "is_whole AND expires_at > ?"
         if purpose is not None:
             where, values = where + " AND purpose = ?", [*values, purpose]
@@ -198,34 +259,28 @@ class BatchStore(SqliteStore):
 
     def delete_file(self, namespace: bytes, id: str) -> None:
         using = "SELECT id FROM batches WHERE input_id = ? AND ended_at IS NULL"
-        with self._lock:  # as a whole, so that no batch begins to use the file meanwhile
+        locked = f"SELECT id FROM files WHERE id = ? {self.database.for_update}"
+        with self.database.transaction():  # so that no batch begins to use the file meanwhile
             self.file(namespace, id)
-            if user := self._database.execute(using, (id,)).fetchone():
-                reason = f"the file is the input of {user[0]}, which has not ended: cancel it first"
+            self.database.execute(locked, (id,))
+            if users := self.database.execute(using, (id,)):
+                [user] = users[0]
+                reason = f"the file is the input of {user}, which has not ended: cancel it first"
                 raise InvalidInput.at("id", reason)
-            self._remove_files("id = ?", (id,))
+            self._delete_files("id = ?", (id,))
 
-    def _remove_files(self, where: str, values: Sequence[object]) -> None:
-        with self._lock, self._database:
-            ids = self._delete_rows(where, values)
-        self._unlink(ids)
-
-    def _delete_rows(self, where: str, values: Sequence[object]) -> list[str]:
-        """Return the ids of the files. Within a transaction."""
-        removed = f"DELETE FROM files WHERE {where} RETURNING id"
-        return [id for [id] in self._database.execute(removed, values)]
-
-    def _unlink(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            self.path(id).unlink(missing_ok=True)
+    def _delete_files(self, where: str, values: Sequence[object]) -> None:
+        self.database.execute(f"DELETE FROM files WHERE {where}", values)
 
     def remove_expired(self) -> None:
-        """Remove expired files that no batch needs, and batches that have ended long ago."""
-        now = time.time()
+        """Remove expired files that no batch needs, what is left of uploads, and batches that have
+        ended long ago."""
+        now = int(time.time())
         needed = "SELECT input_id FROM batches WHERE ended_at IS NULL"
-        self._remove_files(f"expires_at <= ? AND is_whole AND id NOT IN ({needed})", (now,))
-        with self._lock, self._database as database:
-            database.execute("DELETE FROM batches WHERE ended_at <= ?", (now - KEPT_S,))
+        self._delete_files(f"expires_at <= ? AND is_whole AND id NOT IN ({needed})", (now,))
+        uploaded = "purpose = 'batch' AND NOT is_whole AND created_at <= ?"
+        self._delete_files(uploaded, (now - MAX_UPLOAD_S,))
+        self.database.execute("DELETE FROM batches WHERE ended_at <= ?", (now - KEPT_S,))
 
     def _check_room(self, namespace: bytes, size: int, files: int = 0) -> None:
         """Raise StoreFull unless there is room for bytes that are about to be stored. Within the
@@ -260,8 +315,9 @@ class BatchStore(SqliteStore):
         job = BatchJob(id, "batch", endpoint, input_id, "24h", now, now + WINDOW_S, metadata)
         unfinished = "SELECT count(*) FROM batches WHERE namespace = ? AND ended_at IS NULL"
         dropped = (
-            "DELETE FROM batches WHERE number IN (SELECT number FROM batches WHERE namespace = ? "
-            "AND ended_at IS NOT NULL ORDER BY number DESC LIMIT -1 OFFSET ?)"
+            "DELETE FROM batches WHERE namespace = ? AND ended_at IS NOT NULL AND number NOT IN "
+            "(SELECT number FROM batches WHERE namespace = ? AND ended_at IS NOT NULL "
+            "ORDER BY number DESC LIMIT ?)"
         )
         columns = (
             "id, namespace, address, input_id, output_id, error_id, output_kept_s, crashes, job"
@@ -269,27 +325,28 @@ class BatchStore(SqliteStore):
         inserted = f"INSERT INTO batches ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)"
         ids = input_id, output_id, error_id
         values = id, namespace, address, *ids, output_kept_s, json.encode(job)
-        with self._lock, self._database as database:
+        locked = f"SELECT id FROM files WHERE id = ? {self.database.for_update}"
+        execute = self.database.execute
+        with self.database.transaction():
+            execute(locked, (input_id,))
             file = self.file(namespace, input_id, "input_file_id")
             if file.purpose != "batch":
                 reason = f"must be a file with purpose 'batch', not {file.purpose!r}"
                 raise InvalidInput.at("input_file_id", reason)
-            [number] = database.execute(unfinished, (namespace,)).fetchone()
+            [[number]] = execute(unfinished, (namespace,))
             if number >= MAX_UNFINISHED:
                 raise InvalidInput(f"{number} batches of this key have not ended: wait for one")
-            database.execute(dropped, (namespace, MAX_ENDED))
-            row = database.execute(inserted, values).lastrowid
-        assert row is not None
+            execute(dropped, (namespace, namespace, MAX_ENDED))
+            [[row]] = execute(f"{inserted} RETURNING number", values)
         return BatchRecord(job, row, namespace, address, output_id, error_id, output_kept_s, 0)
 
     def batch(self, namespace: bytes, id: str) -> bytes:
         """Return a batch as JSON."""
         select = "SELECT job FROM batches WHERE namespace = ? AND id = ?"
-        with self._lock:
-            row = self._database.execute(select, (namespace, id)).fetchone()
-        if row is None:
+        rows = self.database.execute(select, (namespace, id))
+        if not rows:
             raise HttpError(404, f"there is no batch {id[:100]!r}", "id")
-        job: bytes = row[0]
+        job: bytes = rows[0][0]
         return job
 
     def list_batches(self, namespace: bytes, page: ListPage) -> bytes:
@@ -302,111 +359,178 @@ class BatchStore(SqliteStore):
         """Return the batches that have not ended, oldest first."""
         return self._records("ended_at IS NULL ORDER BY number", ())
 
-    def reload(self, record: BatchRecord) -> BatchRecord:
-        """Return the stored state of a batch, after an error."""
-        [stored] = self._records("number = ?", (record.number,))
-        return stored
+    def reload(self, record: BatchRecord) -> bool:
+        """Read the stored state of a batch. Return whether it has not ended."""
+        records = self._records("number = ? AND ended_at IS NULL", (record.number,))
+        for stored in records:
+            record.job, record.crashes = stored.job, stored.crashes
+        return bool(records)
 
     def _records(self, where: str, values: Sequence[object]) -> list[BatchRecord]:
         columns = "job, number, namespace, address, output_id, error_id, output_kept_s, crashes"
-        select = f"SELECT {columns} FROM batches WHERE {where}"
-        with self._lock:
-            rows = self._database.execute(select, values).fetchall()
+        rows = self.database.execute(f"SELECT {columns} FROM batches WHERE {where}", values)
         return [BatchRecord(json.decode(row[0], type=BatchJob), *row[1:]) for row in rows]
 
-    def save(self, record: BatchRecord) -> None:
-        with self._lock, self._database:
-            self._save(record)
+    @contextlib.contextmanager
+    def _changing(self, record: BatchRecord) -> Iterator[bool]:
+        """Change the job of a batch in a transaction, from its stored state. Yield whether it has
+        not ended; else nothing is to be changed. The record has the new state if all is stored."""
+        select = "SELECT job FROM batches WHERE number = ? AND ended_at IS NULL "
+        before = record.job
+        try:
+            with self.database.transaction():
+                rows = self.database.execute(select + self.database.for_update, (record.number,))
+                for [job] in rows:
+                    record.job = json.decode(job, type=BatchJob)
+                yield bool(rows)
+                if rows:
+                    changed = json.encode(record.job), record.number
+                    self.database.execute("UPDATE batches SET job = ? WHERE number = ?", changed)
+        except BaseException:
+            record.job = before
+            raise
 
-    def _save(self, record: BatchRecord) -> None:
-        """Within a transaction."""
-        values = json.encode(record.job), record.crashes, record.number
-        self._database.execute("UPDATE batches SET job = ?, crashes = ? WHERE number = ?", values)
+    def cancel(self, namespace: bytes, id: str) -> bytes:
+        """Let the processes that run a batch cancel it; return it as JSON. Raises InvalidInput if
+        it has ended."""
+        job = json.decode(self.batch(namespace, id), type=BatchJob)
+        for record in self._records("id = ? AND ended_at IS NULL", (id,)):
+            with self._changing(record) as is_unfinished:
+                job = record.job
+                if is_unfinished and job.status in ("validating", "in_progress"):
+                    job.status, job.cancelling_at = "cancelling", int(time.time())
+        if job.status != "cancelling":
+            raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
+        return json.encode(job)
+
+    # ── the work of processes ──
+
+    def claim_check(self, record: BatchRecord) -> bool:
+        """Return whether this process checks the input of a batch."""
+        claimed = (
+            "UPDATE batches SET process = ? WHERE number = ? AND coalesce(process, ?) = ? "
+            "RETURNING number"
+        )
+        process = self.database.process
+        return bool(self.database.execute(claimed, (process, record.number, process, process)))
 
     def begin(self, record: BatchRecord, lines: Sequence[CheckedLine]) -> None:
         """Store the checked lines of a batch, in the order in which they run."""
-        job, now = record.job, int(time.time())
-        job.status, job.in_progress_at = "in_progress", now
-        job.request_counts.total = len(lines)
+        now = int(time.time())
         rows = [(record.number, n, *line[:3]) for n, line in enumerate(lines)]
-        columns = "batch, position, number, offset, size"
+        columns = 'batch, position, number, "offset", size'
         inserted = f"INSERT INTO lines ({columns}) VALUES (?, ?, ?, ?, ?)"
         names = (record.output_id, "output"), (record.error_id, "error")
-        with self._lock, self._database as database:
-            database.executemany(inserted, rows)
+        with self._changing(record):
+            job = record.job
+            if job.status != "validating":
+                return
+            job.status, job.in_progress_at = "in_progress", now
+            job.request_counts.total = len(lines)
+            self.database.execute_many(inserted, rows)
             for id, name in names:
                 filename = f"{job.id}_{name}.jsonl"
                 values = id, record.namespace, "batch_output", filename, 0, now, 0
                 self._insert_file(*values, is_whole=False)
-            self._save(record)
 
-    def pending(self, record: BatchRecord, after: int, count: int) -> list[PendingInput]:
-        """Return the next lines without a result, in the order in which they run."""
-        select = (
-            "SELECT position, number, offset, size FROM lines WHERE batch = ? AND position > ? "
-            "AND NOT is_done ORDER BY position LIMIT ?"
+    def claim(self, record: BatchRecord, count: int) -> list[PendingInput]:
+        """Claim the next lines that no process runs, in the order in which they run."""
+        unclaimed = (
+            "SELECT position FROM lines WHERE batch = ? AND process IS NULL AND NOT is_done "
+            f"ORDER BY position LIMIT ? {self.database.skip_locked}"
         )
-        with self._lock:
-            rows = self._database.execute(select, (record.number, after, count)).fetchall()
-        return [PendingInput(*row) for row in rows]
+        claimed = (
+            f"UPDATE lines SET process = ? WHERE batch = ? AND position IN ({unclaimed}) "
+            'RETURNING position, number, "offset", size'
+        )
+        values = self.database.process, record.number, record.number, count
+        return sorted(PendingInput(*row) for row in self.database.execute(claimed, values))
 
-    def append(self, record: BatchRecord, results: Sequence[LineResult]) -> None:
-        """Store results of lines. Raises StoreFull."""
-        contents = {
-            record.output_id: [result.content for result in results if not result.is_error],
-            record.error_id: [result.content for result in results if result.is_error],
-        }
-        job, counts = record.job, record.job.request_counts
-        before = counts.completed, counts.failed, job.usage, job.model
-        try:
-            with self._lock, self._database as database:
-                self._check_room(record.namespace, sum(len(result.content) for result in results))
-                for id, lines in contents.items():
-                    size = write(self.path(id), self._size(id), lines)
-                    database.execute("UPDATE files SET bytes = ? WHERE id = ?", (size, id))
-                counts.completed += len(contents[record.output_id])
-                counts.failed += len(contents[record.error_id])
-                job.usage = add_tokens(job.usage, results)
-                job.model = job.model or next((r.model for r in results if r.model), None)
-                record.crashes = 0
-                done = "UPDATE lines SET is_done = 1 WHERE batch = ? AND position = ?"
-                positions = [(record.number, result.position) for result in results]
-                database.executemany(done, positions)
-                self._save(record)
-        except BaseException:
-            counts.completed, counts.failed, job.usage, job.model = before
-            raise
+    def release(self, record: BatchRecord) -> None:
+        """Release the lines of a batch that this process has claimed."""
+        released = "UPDATE lines SET process = NULL WHERE process = ? AND batch = ?"
+        self.database.execute(released, (self.database.process, record.number))
 
-    def _size(self, id: str) -> int:
-        row = self._database.execute("SELECT bytes FROM files WHERE id = ?", (id,)).fetchone()
-        return int(row[0]) if row else 0  # of a batch that has not begun
+    def release_abandoned(self) -> None:
+        released = "UPDATE lines SET process = NULL WHERE process = ? RETURNING batch"
+        crashed = "UPDATE batches SET crashes = crashes + 1 WHERE number = ?"
+        for process in self._dead("lines"):
+            with self.database.transaction():
+                for batch in sorted(set(self.database.execute(released, (process,)))):
+                    self.database.execute(crashed, batch)
+        for process in self._dead("batches"):
+            checked = "UPDATE batches SET process = NULL WHERE process = ?"
+            self.database.execute(checked, (process,))
+
+    def has_lines(self, record: BatchRecord) -> bool:
+        """Return whether there are lines without a result."""
+        left = "SELECT 1 FROM lines WHERE batch = ? AND NOT is_done LIMIT 1"
+        return bool(self.database.execute(left, (record.number,)))
+
+    def append(self, record: BatchRecord, results: Sequence[LineResult]) -> list[LineResult]:
+        """Store the results of lines that this process has claimed; return them. Raises
+        StoreFull."""
+        with self._changing(record) as is_unfinished:
+            if not is_unfinished:
+                return []
+            marks = ", ".join("?" * len(results))
+            done = (
+                "UPDATE lines SET is_done = TRUE, process = NULL WHERE process = ? AND batch = ? "
+                f"AND position IN ({marks}) RETURNING position"
+            )
+            positions = [result.position for result in results]
+            values = self.database.process, record.number, *positions
+            claimed = {position for [position] in self.database.execute(done, values)}
+            results = [result for result in results if result.position in claimed]
+            self._check_room(record.namespace, sum(len(result.content) for result in results))
+            for id, is_error in ((record.output_id, False), (record.error_id, True)):
+                lines = [result.content for result in results if result.is_error == is_error]
+                end = self._add_chunks(id, self.size(id), b"".join(lines))
+                self.database.execute("UPDATE files SET bytes = ? WHERE id = ?", (end, id))
+            job, failed = record.job, sum(result.is_error for result in results)
+            job.request_counts.failed += failed
+            job.request_counts.completed += len(results) - failed
+            job.usage = add_tokens(job.usage, results)
+            job.model = job.model or next((r.model for r in results if r.model), None)
+            began = "UPDATE batches SET crashes = 0 WHERE number = ?"
+            self.database.execute(began, (record.number,))
+            return results
+
+    def size(self, id: str) -> int:
+        """Return the size of a file's content."""
+        rows = self.database.execute("SELECT bytes FROM files WHERE id = ?", (id,))
+        return int(rows[0][0]) if rows else 0  # of a batch that has not begun
 
     def finish(
         self, record: BatchRecord, status: BatchStatus, errors: Sequence[BatchError] = ()
-    ) -> None:
-        """End a batch: its files, where they have lines, are found from now on."""
-        job, now = record.job, int(time.time())
-        job.status = status
-        setattr(job, f"{status}_at", now)
-        if errors:
-            job.errors = BatchErrors("list", list(errors))
-        whole = "UPDATE files SET is_whole = 1, created_at = ?, expires_at = ? WHERE id = ?"
-        with self._lock, self._database as database:
+    ) -> bool:
+        """End a batch: its files, where they have lines, are found from now on. Return whether no
+        other process has ended it."""
+        now, execute = int(time.time()), self.database.execute
+        whole = "UPDATE files SET is_whole = TRUE, created_at = ?, expires_at = ? WHERE id = ?"
+        with self._changing(record) as is_unfinished:
+            if not is_unfinished:
+                return False
+            job = record.job
+            job.status = status
+            if status == "completed":
+                job.finalizing_at = now
+            setattr(job, f"{status}_at", now)
+            if errors:
+                job.errors = BatchErrors("list", list(errors))
             for name, id in (
                 ("output_file_id", record.output_id),
                 ("error_file_id", record.error_id),
             ):
-                if size := self._size(id):
-                    os.truncate(self.path(id), size)
-                    database.execute(whole, (now, now + record.output_kept_s, id))
+                if self.size(id):
+                    execute(whole, (now, now + record.output_kept_s, id))
                     setattr(job, name, id)
-            database.execute("DELETE FROM lines WHERE batch = ?", (record.number,))
-            ended = "UPDATE batches SET ended_at = ? WHERE number = ?"
-            database.execute(ended, (now, record.number))
-            self._save(record)
+            execute("DELETE FROM lines WHERE batch = ?", (record.number,))
+            ended = "UPDATE batches SET ended_at = ?, process = NULL WHERE number = ?"
+            execute(ended, (now, record.number))
             files = record.output_id, record.error_id
-            unused = self._delete_rows("id IN (?, ?) AND NOT is_whole", files)
-        self._unlink(unused)
+            self._delete_files("id IN (?, ?) AND NOT is_whole", files)
+        return True
 
 
 def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:
@@ -421,20 +545,6 @@ def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:
     input, cached, output, reasoning = counts
     details = PromptTokensDetails(cached), CompletionTokensDetails(reasoning)
     return BatchUsage(input, details[0], output, details[1], input + output)
-
-
-def write(path: Path, offset: int, lines: Sequence[bytes]) -> int:
-    """Write lines at an offset of a file, to the disk; return the offset of their end. What was
-    behind it is dropped."""
-    if not lines:
-        return offset
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-        file.truncate(offset)
-        file.seek(offset)
-        file.writelines(lines)
-        file.flush()
-        os.fdatasync(file.fileno())
-        return file.tell()
 
 
 def file_object(row: Sequence[Any]) -> FileObject:

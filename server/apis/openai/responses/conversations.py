@@ -33,7 +33,7 @@ from server.apis.openai.responses.endpoint import (
 from server.apis.openai.responses.items import ITEM_FIELDS, Item, check_ids, to_documents
 from server.apis.openai.responses.request import Metadata
 from server.apis.openai.responses.store import NotStored, ResponseStore, of_conversations
-from server.apis.openai.sqlite_store import ListPage, Owner, encode_page, refusing_disk_errors
+from server.apis.openai.store import ListPage, Owner, encode_page, refusing_disk_errors
 from server.http.json import Document, JsonBodyParser, parse_json, to_json
 from server.http.operation import JSON, Operation, OperationRoute, routes_of
 from server.http.request import read_request

@@ -27,6 +27,7 @@ from starlette.types import Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
 from batching.fair_share import Priority
+from server.apis.openai.database import SqliteDatabase
 from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.apis.openai.jobs import JobRunner, StoredJob
 from server.apis.openai.request_fields import convert, decode
@@ -42,7 +43,7 @@ from server.apis.openai.responses.store import (
     Stored,
     of_conversations,
 )
-from server.apis.openai.sqlite_store import (
+from server.apis.openai.store import (
     Owner,
     encode_page,
     in_store,
@@ -155,7 +156,7 @@ class BackgroundJob(StoredJob):
             self._event_bytes += len(event)
             if self._event_bytes > MAX_EVENT_BYTES:
                 raise QueueFull(f"they exceed {MAX_EVENT_BYTES} bytes")
-            if not self.store.is_shared:
+            if not self.store.database.is_shared:
                 self.endpoint.background_memory.take(self.transfer, len(event))
             await run_sync(self.store.add_event, self.id, self._count, event)
         except (QueueFull, OSError, sqlite3.Error) as error:
@@ -216,7 +217,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     def __post_init__(self) -> None:
         # Background responses that are not stored, or could not be written to `store`.
-        self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
+        bounds = MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES
+        self.fallback_store = ResponseStore(SqliteDatabase(":memory:"), *bounds)
         self.jobs.stores += self.store, self.fallback_store
         self.max_conversation = int(self.settings.max_body_mb * 1_000_000)
         # Background responses hold their input for long: it does not count as a request's.

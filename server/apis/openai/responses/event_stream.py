@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.apis.openai.responses.store import NotStored, ResponseStore
-from server.apis.openai.sqlite_store import in_store
+from server.apis.openai.store import in_store
 from server.http.json import Header
 from server.http.request import Application
 from server.http.sse import COMMENT, EventStream

@@ -1,14 +1,14 @@
 """The store of responses by id, for `GET /v1/responses/{id}` and `previous_response_id`.
 
-An sqlite database, in memory or in a file. It is bounded: the client with the most stored bytes, or
-responses, loses its least recently used ones. A chain of responses has the input of each only once.
+It is bounded: the client with the most stored bytes, or responses, loses its least recently used
+ones, and unused ones expire. A chain of responses has the input of each only once.
 
 A conversation of `/v1/conversations` has a row among the responses, in a namespace of its own, and
 one for each item in `conversation_items`.
 
-Processes on one machine may share a file. A background response is stored from its beginning, and
-in the table `generating` until it has ended. It has failed if its process ends before. The events
-of a streamed one are kept beside it for EVENTS_S; the last is added with its final state.
+Processes may share the database. A background response is stored from its beginning, and in the
+table `generating` until it has ended. It has failed if its process ends before. The events of a
+streamed one are kept beside it for EVENTS_S; the last is added with its final state.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from typing import Any
 import orjson
 
 from batching.errors import InvalidInput
-from server.apis.openai.sqlite_store import ListPage, Owner, SqliteStore
+from server.apis.openai.database import Database
+from server.apis.openai.store import ListPage, Owner, Store
 from server.http.json import Document
 from server.http.sse import named_frame
 
@@ -30,10 +31,12 @@ MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
 EVENTS_S = 3600
 MAX_READ_BYTES = 1 << 18  # of events at a time, or one event
+MAX_ROWS = 1000  # of a statement
+TTL_S = 30 * 24 * 3600.0  # of unused responses, as OpenAI has it
 ENDED = "the server process that generated the response has ended"
 
 # `used` is 0 while a response is generated: it is not dropped, and not counted.
-SCHEMA = """
+TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
     used INTEGER NOT NULL,
@@ -64,7 +67,7 @@ CREATE TABLE IF NOT EXISTS conversation_items (
 CREATE TABLE IF NOT EXISTS generating (
     id TEXT PRIMARY KEY REFERENCES responses (id) ON DELETE CASCADE,
     process TEXT NOT NULL,
-    is_cancelled INTEGER NOT NULL DEFAULT 0
+    is_cancelled BOOLEAN NOT NULL DEFAULT FALSE
 );
 CREATE TABLE IF NOT EXISTS events (
     id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
@@ -74,10 +77,18 @@ CREATE TABLE IF NOT EXISTS events (
     PRIMARY KEY (id, number)
 ) WITHOUT ROWID;
 """
+# `used` is the time of the last use, in microseconds; it was a count of uses.
+TIMES_OF_USE = "UPDATE responses SET used = used + {now} WHERE used > 0"
+MIGRATIONS = TABLES, TIMES_OF_USE
 
 EVENT_BYTES = "(SELECT coalesce(sum(length(event)), 0) FROM events WHERE events.id = responses.id)"
-ITEM_BYTES = "(SELECT total(length(item)) FROM conversation_items WHERE namespace = responses.id)"
-NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
+ITEM_BYTES = (
+    "(SELECT coalesce(sum(length(item)), 0) FROM conversation_items WHERE namespace = responses.id)"
+)
+
+
+def microseconds() -> int:
+    return int(time.time() * 1e6)
 
 
 def of_conversations(namespace: bytes) -> bytes:
@@ -113,16 +124,21 @@ class Stored:
         return [*self.input, *self.response["output"]]
 
 
-class ResponseStore(SqliteStore):
-    """`path` is a file, or `:memory:`. Raises OSError or sqlite3.Error if it cannot be used."""
+class ResponseStore(Store):
+    """`ttl_s`: how long a response is kept after its last use."""
 
     def __init__(
-        self, path: str, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES
+        self,
+        database: Database,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        ttl_s: float = TTL_S,
     ) -> None:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
+        self.ttl_s = ttl_s
         self._lost: set[str] = set()  # responses whose end could not be stored
-        super().__init__(path, SCHEMA)
+        super().__init__(database, "responses", MIGRATIONS)
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -134,34 +150,34 @@ class ResponseStore(SqliteStore):
         """Store a response, in place of its earlier state, and drop others beyond the bounds.
 
         `is_generating`: this process generates it; its output is stored at its end."""
-        if is_generating:
-            self._fail_abandoned()
-        with self._lock, self._database:  # a transaction
+        with self.database.transaction():
             self._put(owner, stored, is_generating)
 
     def _put(self, owner: Owner, stored: Stored, is_generating: bool = False) -> None:
         """Within a transaction."""
-        id, execute = stored.response["id"], self._database.execute
+        id, execute = stored.response["id"], self.database.execute
         document = stored.response | {"output": []} if is_generating else stored.response
         response, input_items = orjson.dumps(document), orjson.dumps(stored.input)
-        use = "0" if is_generating else NEXT_USE
         inserted = (
-            f"INSERT INTO responses VALUES (?, {use}, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
             " (used, size, response, input) ="
             " (excluded.used, excluded.size, excluded.response, excluded.input)"
         )
         size = len(response) + len(input_items)
-        execute(inserted, (id, size, response, input_items, *owner))
+        used = 0 if is_generating else microseconds()
+        execute(inserted, (id, used, size, response, input_items, *owner))
         if is_generating:
-            generating = "INSERT OR IGNORE INTO generating (id, process) VALUES (?, ?)"
-            execute(generating, (id, self.process))
+            generating = "INSERT INTO generating (id, process) VALUES (?, ?) ON CONFLICT DO NOTHING"
+            execute(generating, (id, self.database.process))
             return
-        execute("DELETE FROM generating WHERE id = ?", (id,))
+        ended = execute("DELETE FROM generating WHERE id = ? RETURNING id", (id,))
         item_ids = {item["id"] for item in stored.items}
         items = [(owner.namespace, item_id, id) for item_id in item_ids]
-        self._database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
-        [count] = execute("SELECT max(number) + 1 FROM events WHERE id = ?", (id,)).fetchone()
-        if count is not None:
+        self.database.execute_many(
+            "INSERT INTO items VALUES (?, ?, ?) ON CONFLICT DO NOTHING", items
+        )
+        kept = "SELECT max(number) + 1 FROM events WHERE id = ?"
+        if ended and (count := execute(kept, (id,))[0][0]) is not None:
             last = {"type": f"response.{document['status']}", "response": document}
             self._add_event(id, count, named_frame(last | {"sequence_number": count}))
             execute(f"UPDATE responses SET size = size + {EVENT_BYTES} WHERE id = ?", (id,))
@@ -172,43 +188,33 @@ class ResponseStore(SqliteStore):
     def cancel(self, namespace: bytes, id: str) -> None:
         """Let the process that generates a response cancel it."""
         cancelled = (
-            "UPDATE generating SET is_cancelled = 1 WHERE id = "
+            "UPDATE generating SET is_cancelled = TRUE WHERE id = "
             "(SELECT id FROM responses WHERE namespace = ? AND id = ?)"
         )
-        with self._lock, self._database as database:
-            database.execute(cancelled, (namespace, id))
+        self.database.execute(cancelled, (namespace, id))
 
     def cancelled(self) -> list[str]:
         cancelled = "SELECT id FROM generating WHERE process = ? AND is_cancelled"
-        with self._lock:
-            return [id for [id] in self._database.execute(cancelled, (self.process,))]
+        return [id for [id] in self.database.execute(cancelled, (self.database.process,))]
 
     def is_generating(self, namespace: bytes, id: str) -> bool:
-        self._fail_abandoned()
         generating = (
             "SELECT 1 FROM generating JOIN responses USING (id) WHERE namespace = ? AND id = ?"
         )
-        with self._lock:
-            row = self._database.execute(generating, (namespace, id)).fetchone()
-            return row is not None and id not in self._lost
+        return bool(self.database.execute(generating, (namespace, id))) and id not in self._lost
 
-    def _fail_abandoned(self) -> None:
+    def release_abandoned(self) -> None:
         """Store the unfinished responses of dead processes as failed, without their input."""
-        processes = "SELECT DISTINCT process FROM generating WHERE process != ?"
         abandoned = (
             "SELECT response, namespace, client FROM generating JOIN responses USING (id) "
-            "WHERE process = ?"
+            f"WHERE process = ? {self.database.skip_locked}"
         )
-        with self._lock:
-            for [process] in self._database.execute(processes, (self.process,)).fetchall():
-                if self._is_alive(process):
-                    continue
-                with self._database as database:
-                    database.execute("BEGIN IMMEDIATE")  # another process may have done it
-                    for response, *owner in database.execute(abandoned, (process,)).fetchall():
-                        error = {"code": "server_error", "message": ENDED}
-                        failed = orjson.loads(response) | {"status": "failed", "error": error}
-                        self._put(Owner(*owner), Stored(failed, []))
+        for process in self._dead("generating"):
+            with self.database.transaction():  # another process may have done it
+                for response, *owner in self.database.execute(abandoned, (process,)):
+                    error = {"code": "server_error", "message": ENDED}
+                    failed = orjson.loads(response) | {"status": "failed", "error": error}
+                    self._put(Owner(*owner), Stored(failed, []))
 
     def lose(self, id: str) -> None:
         """Treat a response as deleted. The disk has failed: its row is deleted later."""
@@ -218,52 +224,58 @@ class ResponseStore(SqliteStore):
 
     def add_event(self, id: str, number: int, event: bytes) -> None:
         """Keep an event of a response that is generated."""
-        with self._lock, self._database:
-            self._add_event(id, number, event)
+        self._add_event(id, number, event)
 
     def _add_event(self, id: str, number: int, event: bytes) -> None:
         added = "INSERT INTO events VALUES (?, ?, ?, ?)"
-        self._database.execute(added, (id, number, event, int(time.time())))
+        self.database.execute(added, (id, number, event, int(time.time())))
 
     def events(self, namespace: bytes, id: str, after: int) -> tuple[list[bytes], bool]:
         """Return the next events after a number, and whether the response is generated. Raises
         InvalidInput if they are not kept."""
         self._row("id", namespace, id)
         generating = "SELECT 1 FROM generating WHERE id = ?"
-        select = "SELECT event FROM events WHERE id = ? AND number > ? ORDER BY number"
+        sizes = (
+            "SELECT number, length(event) FROM events WHERE id = ? AND number > ? "
+            f"ORDER BY number LIMIT {MAX_ROWS}"
+        )
+        select = "SELECT event FROM events WHERE id = ? AND number > ? AND number <= ?"
         kept = "SELECT min(number), max(number) FROM events WHERE id = ?"
-        with self._lock:
-            # first: the last event ends it
-            is_generating = self._database.execute(generating, (id,)).fetchone() is not None
-            first, last = self._database.execute(kept, (id,)).fetchone()
-            if first is None:
-                reason = "with background: true and stream: true, until an hour after their end"
-                raise InvalidInput.at("stream", f"is for responses created {reason}")
-            if not first <= after + 1 <= last + 1:
-                reason = f"the events {first} to {last} are kept"
-                raise InvalidInput.at("starting_after", f"is {after}; {reason}")
-            events, size = list[bytes](), 0
-            for [event] in self._database.execute(select, (id, after)):
-                events.append(event)
-                if (size := size + len(event)) > MAX_READ_BYTES:
-                    break
-            return events, is_generating
+        execute = self.database.execute
+        is_generating = bool(execute(generating, (id,)))  # first: the last event ends it
+        [[first, last]] = execute(kept, (id,))
+        if first is None:
+            reason = "with background: true and stream: true, until an hour after their end"
+            raise InvalidInput.at("stream", f"is for responses created {reason}")
+        if not first <= after + 1 <= last + 1:
+            reason = f"the events {first} to {last} are kept"
+            raise InvalidInput.at("starting_after", f"is {after}; {reason}")
+        until, size = after, 0
+        for number, event_bytes in execute(sizes, (id, after)):
+            until, size = number, size + event_bytes
+            if size > MAX_READ_BYTES:
+                break
+        events = execute(f"{select} ORDER BY number", (id, after, until))
+        return [event for [event] in events], is_generating
 
     def remove_expired(self) -> None:
-        """Remove the events of responses that ended before EVENTS_S, and the lost responses."""
+        """Remove unused responses, the events of those that ended before EVENTS_S, and the lost."""
         old = int(time.time()) - EVENTS_S
+        unused = microseconds() - int(self.ttl_s * 1e6)
         expired = (
             "SELECT id FROM events GROUP BY id HAVING max(added_at) < ? "
             "AND id NOT IN (SELECT id FROM generating)"
         )
         resized = "UPDATE responses SET size = length(response) + length(input) WHERE id = ?"
-        with self._lock, self._database as database:
-            ids = database.execute(expired, (old,)).fetchall()
-            database.executemany("DELETE FROM events WHERE id = ?", ids)
-            database.executemany(resized, ids)
-            lost = [(id,) for id in self._lost]
-            database.executemany("DELETE FROM responses WHERE id = ?", lost)
-        self._lost.clear()
+        lost = [(id,) for id in self._lost]
+        database = self.database
+        with database.transaction():
+            database.execute("DELETE FROM responses WHERE used > 0 AND used <= ?", (unused,))
+            ids = database.execute(expired, (old,))
+            database.execute_many("DELETE FROM events WHERE id = ?", ids)
+            database.execute_many(resized, ids)
+            database.execute_many("DELETE FROM responses WHERE id = ?", lost)
+        self._lost.difference_update(id for [id] in lost)
 
     # ── stored responses ──
 
@@ -290,9 +302,16 @@ class ResponseStore(SqliteStore):
         return chain[::-1]
 
     def _use(self, ids: Sequence[str]) -> None:
-        used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ? AND used"
-        with self._lock, contextlib.suppress(sqlite3.Error), self._database:  # a full disk
-            self._database.executemany(used, [(id,) for id in ids])
+        for n in range(0, len(ids), MAX_ROWS):
+            part = ids[n : n + MAX_ROWS]
+            marks = ", ".join("?" * len(part))
+            # What another process changes is left to it, or two would wait for each other.
+            found = f"SELECT id FROM responses WHERE id IN ({marks}) AND used > 0"
+            used = (
+                f"UPDATE responses SET used = ? WHERE id IN ({found} {self.database.skip_locked})"
+            )
+            with contextlib.suppress(sqlite3.Error, OSError):
+                self.database.execute(used, (microseconds(), *part))
 
     def items(
         self, namespace: bytes, ids: Set[str], count: Count = uncounted
@@ -304,22 +323,20 @@ class ResponseStore(SqliteStore):
         for id in ids:
             if id in items:
                 continue
-            with self._lock:
-                row = self._database.execute(of_item, (namespace, id)).fetchone()
-            if row is None:
+            rows = self.database.execute(of_item, (namespace, id))
+            if not rows:
                 continue
             with contextlib.suppress(NotStored):  # it has been deleted meanwhile
-                stored = self.get(namespace, row[0], count)
+                stored = self.get(namespace, rows[0][0], count)
                 for item in stored.items:
                     if item["id"] in ids:
                         items.setdefault(item["id"], item)
         return items
 
     def delete(self, namespace: bytes, id: str) -> None:
-        deleted = "DELETE FROM responses WHERE namespace = ? AND id = ?"
-        with self._lock, self._database as database:
-            if not database.execute(deleted, (namespace, id)).rowcount:
-                raise NotStored(id)
+        deleted = "DELETE FROM responses WHERE namespace = ? AND id = ? RETURNING id"
+        if not self.database.execute(deleted, (namespace, id)):
+            raise NotStored(id)
 
     # ── conversations ──
 
@@ -328,16 +345,17 @@ class ResponseStore(SqliteStore):
     ) -> None:
         """Raises InvalidInput for items that are there twice, or exceed `max_bytes`."""
         content, id = orjson.dumps(document), document["id"]
-        inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?, ?, ?)"
-        with self._lock, self._database as database, self._changed(id):
-            database.execute(inserted, (id, len(content), content, b"[]", *owner))
+        inserted = "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)"
+        with self.database.transaction(), self._changed(id):
+            row = id, microseconds(), len(content), content, b"[]", *owner
+            self.database.execute(inserted, row)
             self._add_items(id, items, max_bytes)
 
     def update(self, namespace: bytes, id: str, fields: Document) -> bytes:
         """Set fields of a conversation, and return it as JSON. Raises NotStored."""
         with self._changing(namespace, id) as document:
             changed = orjson.dumps(orjson.loads(document) | fields)
-            self._database.execute("UPDATE responses SET response = ? WHERE id = ?", (changed, id))
+            self.database.execute("UPDATE responses SET response = ? WHERE id = ?", (changed, id))
             return changed
 
     def extend(
@@ -357,9 +375,9 @@ class ResponseStore(SqliteStore):
 
     def remove_item(self, namespace: bytes, id: str, item_id: str) -> bytes:
         """Remove an item of a conversation, and return that as JSON. Raises NotStored."""
-        removed = "DELETE FROM conversation_items WHERE namespace = ? AND id = ?"
+        removed = "DELETE FROM conversation_items WHERE namespace = ? AND id = ? RETURNING id"
         with self._changing(namespace, id) as document:
-            if not self._database.execute(removed, (id, item_id)).rowcount:
+            if not self.database.execute(removed, (id, item_id)):
                 raise NotStored(item_id)
             return document
 
@@ -367,8 +385,7 @@ class ResponseStore(SqliteStore):
         """Return all items of a conversation, oldest first. Raises NotStored."""
         count(self.size(namespace, id))
         select = "SELECT item FROM conversation_items WHERE namespace = ? ORDER BY number"
-        with self._lock:
-            rows = self._database.execute(select, (id,)).fetchall()
+        rows = self.database.execute(select, (id,))
         self._use([id])
         return [orjson.loads(item) for [item] in rows]
 
@@ -378,63 +395,68 @@ class ResponseStore(SqliteStore):
     def item(self, id: str, item_id: str) -> bytes:
         """Return an item of a conversation as JSON. Raises NotStored."""
         select = "SELECT item FROM conversation_items WHERE namespace = ? AND id = ?"
-        with self._lock:
-            row = self._database.execute(select, (id, item_id)).fetchone()
-        if row is None:
+        rows = self.database.execute(select, (id, item_id))
+        if not rows:
             raise NotStored(item_id)
-        return bytes(row[0])
+        return bytes(rows[0][0])
 
     @contextlib.contextmanager
     def _changing(self, namespace: bytes, id: str) -> Iterator[bytes]:
         """Change a conversation in a transaction. Raises NotStored."""
         select = "SELECT response FROM responses WHERE namespace = ? AND id = ?"
-        with self._lock, self._database as database:
-            database.execute("BEGIN IMMEDIATE")
-            row = database.execute(select, (namespace, id)).fetchone()
-            if row is None:
+        with self.database.transaction():
+            locked = f"{select} {self.database.for_update}"
+            rows = self.database.execute(locked, (namespace, id))
+            if not rows:
                 raise NotStored(id)
             with self._changed(id):
-                yield row[0]
+                yield rows[0][0]
 
     @contextlib.contextmanager
     def _changed(self, id: str) -> Iterator[None]:
         """Count the size of a conversation that has been changed, and drop others."""
         yield
-        changed = f"UPDATE responses SET used = {NEXT_USE}, size = length(response) + {ITEM_BYTES}"
-        self._database.execute(f"{changed} WHERE id = ?", (id,))
+        changed = f"UPDATE responses SET used = ?, size = length(response) + {ITEM_BYTES}"
+        self.database.execute(f"{changed} WHERE id = ?", (microseconds(), id))
         self._drop()
 
     def _add_items(self, id: str, items: Sequence[Document], max_bytes: float) -> None:
-        execute, contents = self._database.execute, [orjson.dumps(item) for item in items]
+        execute, contents = self.database.execute, [orjson.dumps(item) for item in items]
         last = "SELECT coalesce(max(number), 0) FROM conversation_items WHERE namespace = ?"
         [[number]] = execute(last, (id,))
         [[size]] = execute("SELECT size FROM responses WHERE id = ?", (id,))
         if size + sum(map(len, contents)) > max_bytes:
             reason = f"the conversation would exceed {max_bytes / 1_000_000:g} MB"
             raise InvalidInput.at("items", reason)
+        added = "INSERT INTO conversation_items VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
         for n, (item, content) in enumerate(zip(items, contents, strict=True)):
             row = id, number + n + 1, item["id"], content
-            try:
-                execute("INSERT INTO conversation_items VALUES (?, ?, ?, ?)", row)
-            except sqlite3.IntegrityError:
+            if not execute(f"{added} RETURNING number", row):
                 reason = "is in the conversation already"
-                raise InvalidInput.at(f"items[{n}].id", reason) from None
+                raise InvalidInput.at(f"items[{n}].id", reason)
 
     # ── bounds ──
 
     def _usage_of_clients(self) -> dict[bytes, tuple[int, int]]:
-        return self._usage("responses WHERE used", "client", "size")
+        return self._usage("responses WHERE used > 0", "client", "size")
 
     def _drop(self) -> None:
         """Drop the least recently used responses of the client that has the most, until all fit."""
         usage = self._usage_of_clients()
         count, size = map(sum, zip(*usage.values(), strict=True))
-        oldest = "SELECT id FROM responses WHERE client = ? AND used ORDER BY used LIMIT 1"
+        # What another process drops is left to it, or two would wait for each other.
+        oldest = (
+            "SELECT id FROM responses WHERE client = ? AND used > 0 ORDER BY used LIMIT 1 "
+            f"{self.database.skip_locked}"
+        )
         dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
         while count > self.max_responses or size > self.max_bytes:
             kind = int(count <= self.max_responses)
             client = max(usage, key=lambda client: usage[client][kind])
-            [freed] = self._database.execute(dropped, (client,)).fetchone()
+            rows = self.database.execute(dropped, (client,))
+            if not rows:
+                return
+            [[freed]] = rows
             usage[client] = usage[client][0] - 1, usage[client][1] - freed
             if not usage[client][0]:
                 del usage[client]
@@ -444,10 +466,8 @@ class ResponseStore(SqliteStore):
         return int(self._row("size", namespace, id)[0])
 
     def _row(self, columns: str, namespace: bytes, id: str) -> tuple[Any, ...]:
-        self._fail_abandoned()
         select = f"SELECT {columns} FROM responses WHERE namespace = ? AND id = ?"
-        with self._lock:
-            row: tuple[Any, ...] | None = self._database.execute(select, (namespace, id)).fetchone()
-        if row is None or id in self._lost:
+        rows = self.database.execute(select, (namespace, id))
+        if not rows or id in self._lost:
             raise NotStored(id)
-        return row
+        return rows[0]

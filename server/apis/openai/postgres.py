@@ -1,0 +1,193 @@
+"""PostgreSQL as the database of the stores of several servers, by psycopg and its pool.
+
+    thread → a pooled connection → statements, each its own transaction or in one of the thread
+
+The lock of this process is an advisory lock on a connection of its own. A paused process keeps it,
+the server releases that of a killed one at once, and that of a lost machine by TCP's keepalives.
+After an outage no process judges another one until all have had the time to connect again.
+"""
+
+import contextlib
+import logging
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+from psycopg_pool import ConnectionPool
+
+from batching.errors import InvalidInput
+from server.apis.openai.database import Database, DatabaseDown, Row
+
+logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # each call here reports its failure
+
+MAX_CONNECTIONS = 8  # of the pool
+WAIT_S = 4.0  # for one of them, unless the database is down
+RECONNECT_S = 5.0  # from an outage's end until all processes have their locks again
+LOCK_CLASS = 0x0E0E  # of the advisory locks of processes
+MIGRATION_LOCK = 0x0E0E0000
+# A machine that is lost is noticed after 11 s without a reply.
+CONNECTION = {
+    "connect_timeout": 2, "tcp_user_timeout": 5000, "keepalives_idle": 5, "keepalives_interval": 2,
+    "keepalives_count": 3, "application_name": "onequeue",
+}  # fmt: skip
+# Of a session. The second one is for a process that is stopped within a transaction.
+SESSION = (
+    "SET statement_timeout = '10s'; SET idle_in_transaction_session_timeout = '10s'; "
+    "SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3"
+)
+# From SQLite's types to PostgreSQL's, in this order.
+TYPES = {
+    "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    "INTEGER": "BIGINT",
+    "BLOB": "BYTEA",
+    ") WITHOUT ROWID": ")",
+}
+
+
+def configure(connection: "psycopg.Connection[Row]") -> None:
+    connection.execute(SESSION)
+
+
+def check_is_open(connection: "psycopg.Connection[Row]") -> None:
+    """Raise if an idle connection has been closed by the server, as by a restart. The pool keeps
+    one that is not closed here, too. A query would take as long as others do."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if poll.poll(0):
+        connection.close()
+        raise psycopg.OperationalError("the connection was closed")
+
+
+class PostgresDatabase(Database):
+    """Raises DatabaseDown if the server of `url` cannot be reached, ValueError for a wrong one."""
+
+    is_shared = True
+    for_update = "FOR UPDATE"
+    skip_locked = "FOR UPDATE SKIP LOCKED"
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        try:
+            self._options: Any = CONNECTION | conninfo_to_dict(url) | {"autocommit": True}
+        except psycopg.ProgrammingError as error:
+            raise ValueError(str(error).strip()) from None
+        self._thread = threading.local()  # its transaction
+        self._judges_from, self._is_down = 0.0, False
+        self._locking = self._connect()
+        self._pool = ConnectionPool(
+            kwargs=self._options,
+            min_size=1,
+            max_size=MAX_CONNECTIONS,
+            open=True,
+            configure=configure,
+            check=check_is_open,
+            timeout=WAIT_S,
+            reconnect_timeout=WAIT_S / 2,
+        )
+
+    def execute(self, sql: str, values: Sequence[object] = ()) -> list[Row]:
+        with self._connection() as connection:
+            cursor = connection.execute(sql.replace("?", "%s"), values)
+            return cursor.fetchall() if cursor.description else []
+
+    def execute_many(self, sql: str, rows: Sequence[Sequence[object]]) -> None:
+        with self._connection() as connection:
+            connection.cursor().executemany(sql.replace("?", "%s"), rows)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        if getattr(self._thread, "connection", None):
+            yield
+            return
+        with self._connection() as connection, connection.transaction():
+            self._thread.connection = connection
+            try:
+                yield
+            finally:
+                self._thread.connection = None
+
+    def is_alive(self, process: str) -> bool:
+        if time.monotonic() < self._judges_from:
+            return True
+        locked = "SELECT pg_try_advisory_xact_lock(?, ?)"
+        [[is_free]] = self.execute(locked, (LOCK_CLASS, lock_number(process)))
+        return not is_free
+
+    def count_processes(self) -> int:
+        """Return the number of processes that use the database."""
+        locks = (
+            "SELECT count(*) FROM pg_locks JOIN pg_database ON database = pg_database.oid "
+            "WHERE datname = current_database() AND locktype = 'advisory' AND classid = ?"
+        )
+        return max(1, int(self.execute(locks, (LOCK_CLASS,))[0][0]))
+
+    def renew(self) -> None:
+        try:
+            self._locking.execute("SELECT 1")
+        except psycopg.Error:
+            self._is_down = True
+            self._locking.close()
+            self._locking = self._connect()
+            self._judges_from, self._is_down = time.monotonic() + RECONNECT_S, False
+
+    def close(self) -> None:
+        self._pool.close()
+        self._locking.close()
+
+    def _connect(self) -> "psycopg.Connection[Row]":
+        """Return a connection that holds the lock of this process."""
+        with converting_errors():
+            connection: psycopg.Connection[Row] = psycopg.connect(**self._options)
+            configure(connection)
+            number = lock_number(self.process)
+            connection.execute("SELECT pg_advisory_lock(%s, %s)", (LOCK_CLASS, number))
+            return connection
+
+    @contextlib.contextmanager
+    def _connection(self) -> "Iterator[psycopg.Connection[Row]]":
+        """Yield the connection of the thread's transaction, or one of the pool."""
+        with converting_errors():
+            if connection := getattr(self._thread, "connection", None):
+                yield connection
+                return
+            if self._is_down:  # a wait of each would take threads from other requests
+                raise DatabaseDown("it could not be reached a second ago")
+            with self._pool.connection() as connection:
+                yield connection
+
+    def _version(self, name: str) -> int:
+        self.execute("SELECT pg_advisory_xact_lock(?)", (MIGRATION_LOCK,))
+        self.execute(
+            "CREATE TABLE IF NOT EXISTS schema_versions "
+            "(name TEXT PRIMARY KEY, version BIGINT NOT NULL)"
+        )
+        rows = self.execute("SELECT version FROM schema_versions WHERE name = ?", (name,))
+        return rows[0][0] if rows else 0
+
+    def _set_version(self, name: str, version: int) -> None:
+        inserted = "INSERT INTO schema_versions VALUES (?, ?) ON CONFLICT (name) DO UPDATE"
+        self.execute(f"{inserted} SET version = excluded.version", (name, version))
+
+    def _define(self, statement: str) -> None:
+        for type_, own in TYPES.items():
+            statement = statement.replace(type_, own)
+        self.execute(statement)
+
+
+@contextlib.contextmanager
+def converting_errors() -> Iterator[None]:
+    try:
+        yield
+    except psycopg.DataError as error:  # a text with NUL, which SQLite takes
+        raise InvalidInput(f"cannot be stored: {str(error)[:200]}") from None
+    except psycopg.Error as error:
+        raise DatabaseDown(repr(error)) from error
+
+
+def lock_number(process: str) -> int:
+    """Return a process's name as PostgreSQL's integer."""
+    return int(process, 16) - (1 << 31)
