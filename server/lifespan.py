@@ -83,6 +83,7 @@ async def lifespan(
         if not worker_client.draining:
             await drain(worker_client, grace_s)
         worker_client.stop()
+        await anyio.to_thread.run_sync(worker_client.worker.flush)
         await jobs.close()
         if app.telemetry:
             await anyio.to_thread.run_sync(app.telemetry.shutdown)

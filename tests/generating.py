@@ -167,7 +167,10 @@ class Driver:
         return served
 
     def step(self) -> StepReport:
-        outcome = self.generator.step()
+        while (outcome := self.generator.step()) is None:  # a prefix is read
+            others: Any = self.generator.others
+            assert others.event.wait(60)
+            others.event.clear()
         assert isinstance(outcome.report, StepReport)
         for item, delta in outcome.deltas:
             served = self.served[item]

@@ -45,7 +45,7 @@ class FolderIsOpen(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Segment:
+class SegmentFile:
     name: str
     records: bytes  # RECORD for each
 
@@ -56,13 +56,13 @@ class Segment:
 class Place(NamedTuple):
     """Where a record is."""
 
-    segment: Segment
+    segment: SegmentFile
     offset: int
     length: int
     checksum: int
 
 
-class Usage(NamedTuple):
+class FolderUsage(NamedTuple):
     segments: int
     bytes: int
     oldest_s: float  # since the least recently used segment was
@@ -82,11 +82,11 @@ class SegmentStore:
         self.secret = self._read_secret()
         self._lock = threading.Lock()  # of what follows
         self._changed_at: int | None = None  # the folder's time at the last scan
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, SegmentFile] = {}
         # A record's segment and its number there, as one integer: garbage collection would visit
         # each tuple.
         self._index: dict[bytes, int] = {}
-        self._by_number: dict[int, Segment] = {}
+        self._by_number: dict[int, SegmentFile] = {}
         self._numbers = itertools.count()
 
     def _read_secret(self) -> bytes:
@@ -125,7 +125,7 @@ class SegmentStore:
                     self._add(segment)
             self._changed_at = changed_at
 
-    def _read_header(self, name: str) -> Segment | None:
+    def _read_header(self, name: str) -> SegmentFile | None:
         """Return a segment; None, and remove the file, if its header is not whole."""
         path = self.folder / name
         try:
@@ -135,19 +135,19 @@ class SegmentStore:
                     magic, digest, count = HEADER.unpack(start)
                     records = file.read(min(count * RECORD.size, size))
                     if magic == MAGIC and digest == _digest(records, size):
-                        return Segment(name, records)
+                        return SegmentFile(name, records)
         except OSError:
             return None
         self._unlink(name)
         return None
 
-    def _add(self, segment: Segment) -> None:
+    def _add(self, segment: SegmentFile) -> None:
         number = next(self._numbers)
         self._segments[segment.name] = self._by_number[number] = segment
         for n, key in enumerate(segment):
             self._index[key] = number << 32 | n
 
-    def _forget(self, segment: Segment) -> None:
+    def _forget(self, segment: SegmentFile) -> None:
         if self._segments.pop(segment.name, None) is None:
             return
         number = next(n for n, other in self._by_number.items() if other is segment)
@@ -238,7 +238,7 @@ class SegmentStore:
         name = secrets.token_hex(16) + SEGMENT
         file.publish(name)
         with self._lock:
-            self._add(Segment(name, bytes(entries)))
+            self._add(SegmentFile(name, bytes(entries)))
 
     def _make_room(self, needed: int) -> None:
         """Remove the least recently used segments, and what other processes have abandoned."""
@@ -283,11 +283,13 @@ class SegmentStore:
 
     # ── the operator ──
 
-    def usage(self) -> Usage:
+    def usage(self) -> FolderUsage:
         files = self._files()
         oldest = min((used_at for used_at, _, _ in files), default=time.time())
         segments = sum(name.endswith(SEGMENT) for _, _, name in files)
-        return Usage(segments, sum(size for _, size, _ in files), max(0.0, time.time() - oldest))
+        return FolderUsage(
+            segments, sum(size for _, size, _ in files), max(0.0, time.time() - oldest)
+        )
 
     def clear(self) -> None:
         """Remove all records, also those that other processes write."""

@@ -44,6 +44,7 @@ TOKEN_KINDS = {  # the label, by the report's field
     "prefill_tokens": "prompt",
     "cached_tokens": "cached",
     "decode_tokens": "output",
+    "read_tokens": "read",
     "drafted": "drafted",
     "accepted": "accepted",
 }
@@ -121,6 +122,10 @@ class Metrics:
         self._forward = seconds("forward_seconds", "Forward pass of a batch", ["model"])
 
         self._token_counts = counter("tokens", "Tokens processed, by kind", ["kind", "model"])
+        stored = "Bytes of keys and values read from KV_CACHE_DIR, and written to it"
+        self._stored_bytes = counter("kv_stored_bytes", stored, ["direction", "model"])
+        saved = "Time that reading keys and values took less than computing them, in seconds"
+        self._saved_s = counter("kv_saved_seconds", saved, ["model"])
         self._step_s = seconds("step_seconds", "Duration of a generation step")
         self._step_tokens = tokens("step_tokens", "Tokens in a generation step")
         first_token = "Time from acceptance to the first text"
@@ -203,6 +208,11 @@ class Metrics:
         for field, kind in TOKEN_KINDS.items():
             if more := getattr(report, field):  # most are 0 in most steps
                 self._token_counts.labels(kind, model).inc(more)
+        for direction in ("read", "written"):
+            if size := getattr(report, f"{direction}_bytes"):
+                self._stored_bytes.labels(direction, model).inc(size)
+        if report.saved_ms:
+            self._saved_s.labels(model).inc(report.saved_ms / 1000)
         self._preemptions.inc(report.preempted)
         if tokens := report.prefill_tokens + report.decode_tokens:
             self._step_tokens.observe(tokens)

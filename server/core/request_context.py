@@ -9,7 +9,16 @@ from functools import lru_cache
 from batching.fair_share import WorkOwner
 from server.core.api_keys import NO_KEY, ApiKey
 
-_SECRET = secrets.token_bytes(32)  # keys cannot be found by trying their digests
+# Keys cannot be found by trying their digests. It is the process's own, or that of KV_CACHE_DIR:
+# namespaces of stored prefixes outlive the process.
+_secret = secrets.token_bytes(32)
+
+
+def use_secret(secret: bytes) -> None:
+    """Have namespaces that are the same in all processes with this secret, of 32 bytes."""
+    global _secret
+    _secret = secret
+    _digest.cache_clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +58,7 @@ class RequestRecord:
     accepted_at: float = 0.0
     prepared_at: float = 0.0
     started_at: float = 0.0
+    read_s: float = 0.0  # of the time before it, for a prefix to be read from disk
     first_token_at: float = 0.0
     ended_at: float = 0.0
     per_token_s: float = 0.0  # mean time between two output tokens of a choice
@@ -65,13 +75,15 @@ class RequestRecord:
             (self.started_at - self.prepared_at) * 1e3,
             (until - self.started_at) * 1e3,
         )
+        if self.read_s:
+            timing += b", read;dur=%.2f" % (self.read_s * 1e3)
         return b"server-timing", timing
 
 
 @lru_cache(maxsize=1024)
 def _digest(model: str, key: bytes, salt: str | None) -> bytes:
     """Return 16 bytes that reveal neither key nor salt."""
-    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
+    digest = hashlib.blake2b(digest_size=16, key=_secret)
     for part in (model.encode(), key, (salt or "").encode()):
         digest.update(len(part).to_bytes(8))
         digest.update(part)

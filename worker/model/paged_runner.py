@@ -122,6 +122,9 @@ class PagedRunner:
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self.builds_later = False  # they are built in the background
+        # Digests of each form's logits, once the form is complete: keys and values of equal ones
+        # have the same bits, also in another process. Where none are stored it stays empty.
+        self.form_digests: dict[Form, bytes] = {}
         self._background: tuple[str, float] | None = None  # what a thread does, since when
         if language.deterministic:
             self._attend_by_rows()
@@ -158,6 +161,14 @@ class PagedRunner:
         if self.language.device.type == "cuda" or self.compile_state == "off" or is_compiled:
             return ""
         return "torch" if self.metadata is AttentionMetadata else "eager"
+
+    def record_form(self, form: Form) -> None:
+        """Record the digest of a form's logits, if keys and values are stored."""
+        if self.language.digest:
+            from worker.model.fingerprint import logits_digest
+
+            model = None if form else self._compiled
+            self.form_digests[form] = logits_digest(self.language, self._backend(form), model)
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         """Run the batch and write the keys and values of all its tokens. Its sequences have one
@@ -313,9 +324,11 @@ class PagedRunner:
         threads = torch.get_num_threads()
         self.builds_later = self._builds_later()
         if self.builds_later:
+            self.record_form("torch")
             self._start(self._build, threads, "building native operations, {}, once")
         else:
             self._use_native_ops()
+            self.record_form("eager")
             self._start_compiling(threads)
 
     def _builds_later(self) -> bool:
@@ -340,11 +353,13 @@ class PagedRunner:
         unpin()
         torch.set_num_threads(threads)
         self._use_native_ops()
+        self.record_form("eager")
         self._start_compiling(threads)
 
     def _start_compiling(self, threads: int) -> None:
         # a model without a head runs prompts only: nothing to gain
         if self.language.model.base_model is self.language.model or compilers.ending.is_set():
+            self.record_form("")
             self.compile_state, self._background = "off", None
         else:
             self._start(self._compile, threads, "compiling, {}")
@@ -371,6 +386,7 @@ class PagedRunner:
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
             state = "done"
+        self.record_form("")
         if gc.get_freeze_count():  # as in server/lifespan.py: collecting these takes up to 0.4 s
             gc.collect()
             gc.freeze()

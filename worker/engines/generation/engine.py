@@ -156,6 +156,9 @@ class GenerationEngine:
     def fallbacks(self) -> abc.Sequence[Fallback]:
         return self.runner.language.fallbacks
 
+    def flush(self, limit_s: float) -> None:
+        """Nothing outlives the engine."""
+
     def prepare(self, item: GenerationItem) -> None:
         self.input_processor.prepare(item)
 
@@ -258,7 +261,7 @@ class GenerationEngine:
 
     # ── a step ──
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta]:
+    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta] | None:
         self._step_started = time.monotonic()
         self._counts, self._deltas = Counter(), []
         self._drop_cancelled()
