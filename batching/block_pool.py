@@ -20,7 +20,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from batching.state_pool import SequenceState, StatePool, StateSegment
 
@@ -43,14 +42,6 @@ class BlockTable:
     # of a model runner that has its own cache instead of blocks; opaque to all others
     runner_state: object = None
     state: SequenceState | None = None  # None: the pool has no states
-
-
-class RegisteredBlock(NamedTuple):
-    """A block of the prefix cache, and the contents that it has."""
-
-    number: int
-    prefix: Prefix  # that it ends
-    checkpoint: tuple[int, int] | None  # the slot of the states after it, and the slot's use
 
 
 class BlockPool:
@@ -130,24 +121,6 @@ class BlockPool:
             return len(blocks)
         counts = range(len(blocks), 0, -1)
         return next((n for n in counts if self._prefix_of[blocks[n - 1]] in self.states), 0)
-
-    # ── copies of registered blocks, which other threads make ──
-
-    def contents_of(self, blocks: Iterable[int]) -> list["RegisteredBlock"]:
-        prefixes = ((block, self._prefix_of[block]) for block in blocks)
-        states = self.states
-        return [
-            RegisteredBlock(block, prefix, states.checkpoint(prefix) if states else None)
-            for block, prefix in prefixes
-        ]
-
-    def holds(self, block: "RegisteredBlock") -> bool:
-        """Return whether a block has been registered all the time since `contents_of`: a copy made
-        in between is one of its contents. From any thread: a block is removed from the prefix
-        cache before anything is written to it."""
-        return self._key_of[block.number] is not None and (
-            self._prefix_of[block.number] == block.prefix
-        )
 
     # ── a sequence's table ──
 

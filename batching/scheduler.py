@@ -56,9 +56,7 @@ class ContinuousScheduler:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
-        # For sequences with a `disk_key`. The first begins to read more of a prefix than the pool
-        # has and sets `reading` until the end, or returns False; the second keeps blocks.
-        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int]], bool]
+        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int]], bool]  # of PrefixStore
         self.save: abc.Callable[[BlockPool, Sequence], None]
         self.running: list[Sequence] = []  # by priority, then by order of arrival
         self.num_waiting = 0
@@ -298,8 +296,7 @@ class ContinuousScheduler:
             if len(self.running) >= self.max_running and not self._yielding(sequence):
                 failed.add(flow)
                 continue
-            ready = not sequence.multimodal or sequence.multimodal.ready
-            ready = ready and not sequence.reading
+            ready = not (sequence.reading or ((m := sequence.multimodal) and not m.ready))
             matched = self._match(sequence) if ready else None
             if matched is None:  # the rest of its prefix is computed or read, or its images are
                 prefix_pending |= ready and is_interactive and not sequence.reading
@@ -365,9 +362,8 @@ class ContinuousScheduler:
         return True
 
     def _match(self, sequence: Sequence) -> list[int] | None:
-        """Return the blocks of its cached prefix; None if more of that is being computed, or is
-        read from disk. The key of its last block is kept, since matching again takes as long as
-        the prefix is."""
+        """Return the blocks of its cached prefix; None if more of that is being computed or read.
+        The key of its last block is kept, since matching again takes as long as the prefix is."""
         if sequence.scores_prompt or sequence.paused:
             return []
         if not self.pool.is_awaited(sequence.pending_prefix):

@@ -17,7 +17,7 @@ from starlette.routing import Router
 from batching.batcher import WINDOW_BATCHES, DynamicBatcher
 from batching.request_queue import RequestQueue
 from server.core.metrics import Metrics
-from server.core.request_context import use_secret
+from server.core.request_context import SECRET
 from server.core.settings import Settings, SettingsError, load_settings
 from server.core.worker_client import WorkerClient, size_of
 from server.entries import ModelEntry, model_entries, shares_recognizer
@@ -97,7 +97,7 @@ def create_app(
     with_loader = {name for name, kind in MODELS.items() if kind in loaders}
     settings = check_models(settings, with_loader)
     if store := open_stored_prefixes(settings):
-        use_secret(store.secret)
+        SECRET[:] = store.secret
     entries = model_entries(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))

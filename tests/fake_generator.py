@@ -135,7 +135,7 @@ class FakeGenerator:
     def call_id(self, name: str, index: int) -> str:
         return f"call_{name}:{index}"
 
-    def flush(self, limit_s: float) -> None:
+    def flush(self) -> None:
         pass
 
     def load_adapter(self, adapter: Adapter) -> None:

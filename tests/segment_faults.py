@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from worker import segment_store
 from worker.segment_store import SEGMENT, SegmentStore
 
 MAX_BYTES = 4 << 20
@@ -104,11 +103,11 @@ class Faults:
             calls += 1
             return fault(real, *args) if calls > after else real(*args)
 
-        setattr(segment_store.os, name, call)
+        setattr(os, name, call)
         try:
             yield
         finally:
-            setattr(segment_store.os, name, real)
+            setattr(os, name, real)
 
     def fill_disk(self) -> None:
         self._failing_write("pwrite", errno.ENOSPC)

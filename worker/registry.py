@@ -220,11 +220,6 @@ class ServedModel:
         memory, self.memory = self.memory, []
         release(memory)
 
-    def flush(self, limit_s: float) -> None:
-        """Wait until what outlives the engine is on disk. No step may run any more."""
-        if generator := self.generator:
-            generator.flush(limit_s)
-
     def close(self) -> None:
         """Stop the engine's own threads. On the event loop."""
         if self.is_loaded:

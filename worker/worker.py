@@ -56,7 +56,6 @@ STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 # thresholds (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) it would return every tensor at once and fetch
 # the memory again in every layer.
 IDLE_S = 5.0
-FLUSH_S = 30.0  # the longest wait for a disk, when a model is unloaded or the server stops
 trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
@@ -216,13 +215,6 @@ class Worker:
         self.loader.stop()
         self.inbox.put(None)
 
-    def flush(self) -> None:
-        """After `stop`, wait until what outlives the models is on disk."""
-        self.thread.join(FLUSH_S)
-        for model in self.models.values():
-            if model.is_loaded and not self.thread.is_alive():
-                model.flush(FLUSH_S)
-
     # ── the loader's thread ──
 
     def call(self, function: Callable[[], T]) -> T:
@@ -269,7 +261,8 @@ class Worker:
             model.load_adapter(adapter, model.engine)
 
     def _unload(self, model: ServedModel) -> None:
-        model.flush(FLUSH_S)
+        if generator := model.generator:
+            generator.flush()
         self.call(partial(self._remove, model))
         model.free()
         gc.collect()

@@ -9,16 +9,8 @@ from functools import lru_cache
 from batching.fair_share import WorkOwner
 from server.core.api_keys import NO_KEY, ApiKey
 
-# Keys cannot be found by trying their digests. It is the process's own, or that of KV_CACHE_DIR:
-# namespaces of stored prefixes outlive the process.
-_secret = secrets.token_bytes(32)
-
-
-def use_secret(secret: bytes) -> None:
-    """Have namespaces that are the same in all processes with this secret, of 32 bytes."""
-    global _secret
-    _secret = secret
-    _digest.cache_clear()
+# Keys cannot be found by trying digests. Of the process, or of KV_CACHE_DIR, which outlives it.
+SECRET = bytearray(secrets.token_bytes(32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,20 +62,19 @@ class RequestRecord:
 
     def timing_header(self, until: float) -> tuple[bytes, bytes]:
         """Return the header with the milliseconds per stage. The last stage lasts until `until`."""
+        read = b", read;dur=%.2f" % (self.read_s * 1e3) if self.read_s else b""
         timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
             (self.prepared_at - self.accepted_at) * 1e3,
             (self.started_at - self.prepared_at) * 1e3,
             (until - self.started_at) * 1e3,
         )
-        if self.read_s:
-            timing += b", read;dur=%.2f" % (self.read_s * 1e3)
-        return b"server-timing", timing
+        return b"server-timing", timing + read
 
 
 @lru_cache(maxsize=1024)
 def _digest(model: str, key: bytes, salt: str | None) -> bytes:
     """Return 16 bytes that reveal neither key nor salt."""
-    digest = hashlib.blake2b(digest_size=16, key=_secret)
+    digest = hashlib.blake2b(digest_size=16, key=SECRET)
     for part in (model.encode(), key, (salt or "").encode()):
         digest.update(len(part).to_bytes(8))
         digest.update(part)

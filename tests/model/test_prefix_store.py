@@ -13,6 +13,7 @@ from batching.scheduler import ContinuousScheduler
 from tests import tiny_adapters, tiny_decoders
 from tests.generating import ORDINARY, Driver, Request, Served, engine, loaded, request, runner_of
 from tests.matrix import matrix
+from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import paged_engine, record_weights
 from worker.engines.generation.stored_engine import StoredEngine
 from worker.messages.adapters import Adapter
@@ -40,8 +41,8 @@ class Woken(NoOtherModels):
 def stored(tmp_path: Path) -> Callable[..., StoredEngine]:
     """Return a function that makes an engine, as after a restart; the engines share a folder."""
 
-    def make(model: str, **sizes: int) -> StoredEngine:
-        runner = runner_of(engine(model, **sizes))
+    def make(model: str, blocks: int = 400) -> StoredEngine:
+        runner = runner_of(engine(model, blocks))
         record_weights(runner.language)
         generator = paged_engine(runner, GeneratorOptions("", kv_cache_dir=str(tmp_path / "kv")))
         runner.language.digest = b""  # other tests share it
@@ -52,7 +53,7 @@ def stored(tmp_path: Path) -> Callable[..., StoredEngine]:
     return make
 
 
-def turn(generator: StoredEngine, item: Request) -> tuple[Served, Driver]:
+def turn(generator: GenerationEngine, item: Request) -> tuple[Served, Driver]:
     driver = Driver(generator)
     served = driver.add(item)
     driver.finish()
@@ -62,7 +63,7 @@ def turn(generator: StoredEngine, item: Request) -> tuple[Served, Driver]:
 def first_turn(generator: StoredEngine, **changes: Any) -> list[int]:
     """Run a turn and end the engine; return the next turn's prompt."""
     served, _ = turn(generator, changed(request(PROMPT, max_tokens=20), **changes))
-    generator.flush(60)
+    generator.flush()
     return [*PROMPT, *served.ids[0], *NEXT]
 
 
@@ -90,7 +91,7 @@ def test_the_third_turn_writes_what_is_new(stored: Callable[..., StoredEngine]) 
     prompt = first_turn(stored("qwen3.5"))
     generator = stored("qwen3.5")
     served, _ = turn(generator, request(prompt, max_tokens=20))
-    generator.flush(60)
+    generator.flush()
     third = [*prompt, *served.ids[0], *NEXT[:8]]
     expected, _ = turn(engine("qwen3.5"), request(third))
     again, driver = turn(stored("qwen3.5"), request(third))
@@ -121,10 +122,10 @@ def test_another_form_reads_nothing(
 ) -> None:
     prompt = first_turn(stored("llama"))
     generator = stored("llama")
-    runner_of(generator).form_digests[""] = b"another compilation"
+    generator.prefixes.form_digests[""] = b"another compilation"
     assert turn(generator, request(prompt))[1].total("read_tokens") == 0
     generator = stored("llama")
-    runner_of(generator).form_digests.clear()  # not known yet
+    generator.prefixes.form_digests.clear()  # not known yet
     assert turn(generator, request(prompt))[1].total("read_tokens") == 0
 
 
@@ -229,7 +230,7 @@ def test_blocks_are_left_alone_after_the_pool_is_replaced(
     generator.clear()  # as after an error that belongs to no item
     before = [keys.clone() for keys in runner_of(generator).cache.keys]
     gate.opened.set()
-    generator.prefixes.close(60)
+    generator.prefixes.close()
     for keys, old in zip(runner_of(generator).cache.keys, before, strict=True):
         assert keys.isnan().equal(old.isnan())
 
@@ -271,7 +272,7 @@ def test_blocks_that_were_reused_are_not_written(
     served, _ = turn(generator, request(PROMPT, max_tokens=20))
     turn(generator, request(PROMPT[::-1], max_tokens=20))
     opened.set()
-    generator.flush(60)
+    generator.flush()
     prompt = [*PROMPT, *served.ids[0], *NEXT]
     expected, _ = turn(engine("qwen3.5"), request(prompt))
     again, driver = turn(stored("qwen3.5"), request(prompt))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.segment_faults import record
-from worker import segment_store
 from worker.segment_store import FolderIsOpen, SegmentStore
 
 MB = 1 << 20
@@ -95,7 +94,7 @@ def test_a_full_disk_leaves_no_file_and_the_segments_before(
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(segment_store.os, "pwrite", fail)
+        patch.setattr(os, "pwrite", fail)
         with pytest.raises(OSError, match="no space"):
             store.write([record(9)], 1)
     assert not list(store.folder.glob("*.tmp"))

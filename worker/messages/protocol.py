@@ -324,7 +324,7 @@ class Generator(Engine[Item, Raw], Protocol[Item, Raw]):
         """Return an id for the conversation's `index`-th tool call that the chat template accepts
         back. Does not block; from any thread."""
 
-    def flush(self, limit_s: float) -> None:
+    def flush(self) -> None:
         """Wait until what outlives the engine is on disk. After its last step."""
 
     def load_adapter(self, adapter: Adapter) -> None:

@@ -12,12 +12,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from batching.sequence import Batch
+from batching.sequence import Form
 from worker.backends.native_attention import cpu_features
-from worker.model.attention.kv_cache import KVCache
-from worker.model.attention.paged import AttentionBackend
 from worker.model.language_model import LanguageModel
-from worker.model.paged_runner import PromptRun, chunk_steps
+from worker.model.paged_runner import PagedRunner, PromptRun, chunk_steps
 
 PROBE_TOKENS = 49
 SAMPLES = 4096  # bytes of each tensor
@@ -50,16 +48,13 @@ def code_digest() -> bytes:
     return digest.digest()
 
 
-def logits_digest(
-    language: LanguageModel, backend: Callable[[KVCache, Batch], AttentionBackend],
-    model: Callable[..., Any] | None,
-) -> bytes:  # fmt: skip
+def form_digest(runner: PagedRunner, form: Form, model: Callable[..., Any]) -> bytes:
     """Return a digest of the logits of a fixed prompt, in chunks and one token alone: it tells
     forms of the model apart, and kernels that depend on the machine or its memory."""
+    language = runner.language
     prompts = language.random_prompts([min(PROBE_TOKENS, language.context - 1)])
-    [logits] = PromptRun(language, prompts, backend, model).run(
-        chunk_steps(prompts, [len(prompts[0]) // 2])
-    )
+    run = PromptRun(language, prompts, runner.backend(form), model)
+    [logits] = run.run(chunk_steps(prompts, [len(prompts[0]) // 2]))
     content = logits.cpu().contiguous().view(torch.uint8).numpy()
     return blake2b(content.tobytes(), digest_size=16).digest()
 

@@ -156,7 +156,7 @@ class GenerationEngine:
     def fallbacks(self) -> abc.Sequence[Fallback]:
         return self.runner.language.fallbacks
 
-    def flush(self, limit_s: float) -> None:
+    def flush(self) -> None:
         """Nothing outlives the engine."""
 
     def prepare(self, item: GenerationItem) -> None:
@@ -261,7 +261,7 @@ class GenerationEngine:
 
     # ── a step ──
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta] | None:
+    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta]:
         self._step_started = time.monotonic()
         self._counts, self._deltas = Counter(), []
         self._drop_cancelled()

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
+from batching.sequence import Form
+from batching.state_pool import StatePool
+from batching.stored_blocks import StoredBlockPool, StoredStatePool
 from worker.backends.cached_runner import CachedRunner
 from worker.backends.quantization import without_outliers
 from worker.decision_config import load_decision_config
@@ -111,7 +114,7 @@ def open_prefix_store(
 ) -> "PrefixStore":
     """Return the prefixes of a model on disk."""
     from worker.engines.generation.prefix_store import PrefixStore
-    from worker.model.fingerprint import fingerprint
+    from worker.model.fingerprint import fingerprint, form_digest
     from worker.segment_store import open_store
 
     settings = (
@@ -120,7 +123,13 @@ def open_prefix_store(
     )  # fmt: skip
     numerics = fingerprint(runner.language, *settings)
     store = open_store(options.kv_cache_dir, int(options.kv_cache_dir_gb * 1e9))
-    return PrefixStore(store, runner, numerics)
+    prefixes = PrefixStore(store, runner.cache, numerics)
+
+    def record_form(form: Form, model: Any) -> None:
+        prefixes.form_digests[form] = form_digest(runner, form, model)
+
+    runner.record_form = record_form
+    return prefixes
 
 
 def load_media_preprocessor(language: LanguageModel, max_pixels: int) -> MediaPreprocessor | None:
@@ -166,10 +175,11 @@ def paged_engine(
 ) -> GenerationEngine:
     language = runner.language
     # the compiler chooses the order of sums by the number of rows
+    prefixes = open_prefix_store(runner, options, preprocessor) if language.digest else None
     if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()
-    elif language.digest:
-        runner.record_form("")
+    else:
+        runner.record_form("", language.model)
     input_processor = InputProcessor(
         language, runner.max_model_len, media_preprocessor=preprocessor
     )
@@ -179,18 +189,19 @@ def paged_engine(
 
         runner = SimulatedRunner(runner, options, input_processor.eos_token_ids)
         speculates = False
+    block_pool, state_pool = BlockPool, StatePool
     is_reserved = options.kv_cache_gb is not None or language.device.type == "cuda"
     fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
     def new_scheduler() -> ContinuousScheduler:
-        states = runner.slots.pool() if language.states else None
-        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
+        states = runner.slots.pool(state_pool) if language.states else None
+        pool = block_pool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
-    if language.digest:
+    if prefixes:
         from worker.engines.generation.stored_engine import StoredEngine
 
-        prefixes = open_prefix_store(runner, options, preprocessor)
+        block_pool, state_pool = StoredBlockPool, StoredStatePool
         return StoredEngine(runner, input_processor, new_scheduler, speculates, prefixes)
     return kind(runner, input_processor, new_scheduler, speculates)
 

@@ -32,12 +32,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batching.block_pool import BlockPool, BlockTable, Content, RegisteredBlock
+from batching.block_pool import BlockPool, BlockTable, Content
 from batching.sequence import Form, Sequence
 from batching.step_times import StepTimes
+from batching.stored_blocks import RegisteredBlock, StoredBlockPool
 from worker.cores import unpin
+from worker.model.attention.kv_cache import KVCache
 from worker.model.fingerprint import weights_digest
-from worker.model.paged_runner import PagedRunner
 from worker.segment_store import Buffer, SegmentStore
 
 log = logging.getLogger("onequeue.prefix_store")
@@ -47,6 +48,7 @@ MIN_BLOCKS = 4
 MAX_WAITING = 256  # chains that wait to be written
 # The threads get about a tenth of a core that steps use too, and all of an idle one.
 NICENESS = 10
+FLUSH_S = 30.0  # the longest wait for a disk when a model is unloaded or the server stops
 FAILURE_PAUSE_S = 60.0  # after a failed write, such as to a full disk
 
 Rows = list[NDArray[np.uint8]]  # bytes of a cache's tensors, [blocks or slots, size] each
@@ -72,11 +74,12 @@ class PrefixStore:
     """The prefixes of one model. `fingerprint`: of all that the bits of its cache depend on, but
     the form of the model."""
 
-    def __init__(self, store: SegmentStore, runner: PagedRunner, fingerprint: bytes) -> None:
-        self._store, self._runner, self._fingerprint = store, runner, fingerprint
+    def __init__(self, store: SegmentStore, cache: KVCache, fingerprint: bytes) -> None:
+        self._store, self._fingerprint = store, fingerprint
+        # Of each form's logits, once the form is complete. A form that is not known stores nothing.
+        self.form_digests: dict[Form, bytes] = {}
         self._times = StepTimes()  # of the engine, as the next
         self._wake: Callable[[], None] = lambda: None
-        cache = runner.cache
         values = [
             v
             for v, layer in zip(cache.values, cache.layers, strict=True)
@@ -84,8 +87,8 @@ class PrefixStore:
         ]
         self._block_rows = _rows_of(*cache.keys, *values)
         self._state_rows = _rows_of(*cache.states)
-        self._block_bytes = sum(rows.shape[1] for rows in self._block_rows)
-        self._state_bytes = sum(rows.shape[1] for rows in self._state_rows)
+        self._block_bytes: int = sum(rows.shape[1] for rows in self._block_rows)
+        self._state_bytes: int = sum(rows.shape[1] for rows in self._state_rows)
         self._adapters = WeakKeyDictionary[object, bytes]()
         self._bytes_per_s = 0.0  # of reads; 0: there were none
         self._readings: set[Reading] = set()
@@ -109,7 +112,7 @@ class PrefixStore:
     def key_of(self, namespace: bytes, form: Form, adapter: object) -> bytes:
         """Return the key of an empty prefix: in a client's namespace, on a form of the model, with
         the weights of an adapter. Empty: nothing is stored."""
-        form_digest = self._runner.form_digests.get(form)
+        form_digest = self.form_digests.get(form)
         if form_digest is None:
             return b""
         parts = self._fingerprint, form_digest, adapter and self._adapters.get(adapter), namespace
@@ -237,6 +240,7 @@ class PrefixStore:
 
     def save(self, pool: BlockPool, sequence: Sequence) -> None:
         """Have the registered blocks of a sequence written that are not on disk."""
+        assert isinstance(pool, StoredBlockPool)
         if not sequence.disk_key or time.monotonic() < self._paused_until:
             return
         contents = sequence.contents
@@ -255,7 +259,7 @@ class PrefixStore:
         self._writer.submit(write)
 
     def _write(
-        self, pool: BlockPool, blocks: list[RegisteredBlock], keys: list[bytes],
+        self, pool: StoredBlockPool, blocks: list[RegisteredBlock], keys: list[bytes],
         holds: Callable[[RegisteredBlock], bool],
     ) -> None:  # fmt: skip
         if time.monotonic() < self._paused_until:
@@ -275,7 +279,7 @@ class PrefixStore:
         self._store.use(keys)
 
     def _copies(
-        self, pool: BlockPool, blocks: list[RegisteredBlock], keys: list[bytes],
+        self, pool: StoredBlockPool, blocks: list[RegisteredBlock], keys: list[bytes],
         holds: Callable[[RegisteredBlock], bool],
     ) -> Iterator[tuple[bytes, Buffer]]:  # fmt: skip
         """Yield copies of blocks and states, each valid until the next one. A chain ends where
@@ -287,17 +291,16 @@ class PrefixStore:
                 if not holds(block):
                     return
                 yield key, data
-            if block.checkpoint and pool.states and _state_key(key) not in self._store:
-                slot, use = block.checkpoint
-                data = _gather(self._state_rows, slot, copy)
-                if holds(block) and pool.states.holds(slot, use):
+            if block.checkpoint and _state_key(key) not in self._store:
+                data = _gather(self._state_rows, block.checkpoint[0], copy)
+                if holds(block) and pool.holds_states(block):
                     yield _state_key(key), data
 
-    def close(self, limit_s: float) -> None:
+    def close(self) -> None:
         """Write what was saved, and end the threads."""
         self._reader.close(0.0)
-        if not self._writer.close(limit_s):
-            log.warning("KV_CACHE_DIR: not all is written after %.0f s", limit_s)
+        if not self._writer.close(FLUSH_S):
+            log.warning("KV_CACHE_DIR: not all is written after %.0f s", FLUSH_S)
 
 
 class _Thread:
@@ -363,7 +366,7 @@ def _gather(rows: Rows, number: int, copy: NDArray[np.uint8]) -> Buffer:
     for row in rows:
         start, end = end, end + row.shape[1]
         copy[start:end] = row[number]
-    return memoryview(copy[:end])
+    return copy[:end].data
 
 
 def _scatter(data: NDArray[np.uint8], rows: Rows, number: int) -> None:

@@ -61,19 +61,21 @@ class StoredEngine(GenerationEngine):
     def due_at(self, idle_since: float) -> float | None:
         return None if self._rests else super().due_at(idle_since)
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta] | None:
+    def step(  # type: ignore[override]  # none is due while only reads are left
+        self, idle_since: float = 0.0
+    ) -> StepOutcome[Delta] | None:
         for sequence, seconds in self.prefixes.finish_reads(self.scheduler.pool):
             self._rests = False
             if output := self._outputs.get(sequence):
                 output.item.read_s = seconds
         if self._rests:
             return None
-        if outcome := super().step(idle_since):
-            report = outcome.report
-            assert isinstance(report, StepReport)
-            is_idle = not (report.prefill_tokens or report.decode_tokens or outcome.done)
-            others_wait = self._in_flight or self._pending_masks or self._encoder_scheduler
-            self._rests = is_idle and self.prefixes.is_reading and not others_wait
+        outcome = super().step(idle_since)
+        report = outcome.report
+        assert isinstance(report, StepReport)
+        is_idle = not (report.prefill_tokens or report.decode_tokens or outcome.done)
+        others_wait = self._in_flight or self._pending_masks or self._encoder_scheduler
+        self._rests = is_idle and self.prefixes.is_reading and not others_wait
         return outcome
 
     def _report(self) -> StepReport:
@@ -85,7 +87,7 @@ class StoredEngine(GenerationEngine):
         self.prefixes.cancel()
         return super().clear()
 
-    def flush(self, limit_s: float) -> None:
+    def flush(self) -> None:
         for sequence in chain(*self.live.values()):
             self.prefixes.save(self.scheduler.pool, sequence)
-        self.prefixes.close(limit_s)
+        self.prefixes.close()
