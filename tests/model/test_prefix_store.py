@@ -278,3 +278,22 @@ def test_blocks_that_were_reused_are_not_written(
     again, driver = turn(stored("qwen3.5"), request(prompt))
     assert again.ids == expected.ids
     assert driver.total("read_tokens") < 100
+
+
+def test_prefixes_that_wait_to_be_written_share_a_segment(
+    tmp_path: Path, stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = stored("llama")
+    monkeypatch.setattr(generator.prefixes._writer, "submit", lambda run: None)  # it is busy
+    for rest in (NEXT, NEXT[::-1]):
+        turn(generator, request([*PROMPT, *rest]))
+    generator.prefixes._write()
+    assert len([*(tmp_path / "kv").glob("*.segment")]) == 1
+    blocks = (len(PROMPT) + 2 * (len(NEXT) + 11 + len(PROMPT) % 16)) // 16
+    store = SegmentStore(tmp_path / "kv", 1 << 30)
+    store.refresh()
+    assert blocks - 1 <= len(store._index) <= blocks  # the shared ones once
+    generator.flush()
+    for rest in (NEXT, NEXT[::-1]):
+        _, driver = turn(stored("llama"), request([*PROMPT, *rest]))
+        assert driver.total("read_tokens") == (len(PROMPT) + len(rest) - 1) // 16 * 16

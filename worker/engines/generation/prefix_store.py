@@ -19,12 +19,12 @@ import queue
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -70,6 +70,15 @@ class Reading:
     count: int = 0  # of the blocks and states, those that are filled
 
 
+class Unwritten(NamedTuple):
+    """Blocks of a prefix that wait to be copied."""
+
+    pool: StoredBlockPool
+    blocks: list[RegisteredBlock]
+    keys: Iterator[bytes]
+    epoch: int
+
+
 class PrefixStore:
     """The prefixes of one model. `fingerprint`: of all that the bits of its cache depend on, but
     the form of the model."""
@@ -94,6 +103,7 @@ class PrefixStore:
         self._readings: set[Reading] = set()
         self._done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._epoch = 0  # the blocks' contents are others in the next one
+        self._unwritten: deque[Unwritten] = deque()
         self._paused_until = 0.0
         self._counts = Counter[str]()  # fields of StepReport, since they were last taken
         self._unsettled: list[tuple[int, float]] = []  # tokens that were read, in so many seconds
@@ -172,21 +182,27 @@ class PrefixStore:
         return True
 
     def _read(self, reading: Reading) -> None:
+        try:
+            self._fill(reading)
+        finally:
+            self._done.put(reading)
+            self._wake()
+        self._store.use(reading.keys)
+
+    def _fill(self, reading: Reading) -> None:
+        """Fill as many blocks and states as are whole on disk."""
         started_at = time.monotonic()
         targets = [(self._block_rows, block) for block in reading.blocks]
         targets += [(self._state_rows, slot) for slot in reading.slots]
         for data, (rows, number) in zip(self._store.read(reading.keys), targets, strict=False):
             with reading.lock:
                 if reading.cancelled:
-                    break
+                    return
                 _scatter(np.frombuffer(data, np.uint8), rows, number)
             reading.count += 1
         if reading.count == len(targets):
             rate = self._bytes_of(reading) / (time.monotonic() - started_at)
             self._bytes_per_s = (self._bytes_per_s + rate) / 2 if self._bytes_per_s else rate
-        self._done.put(reading)
-        self._wake()
-        self._store.use(reading.keys)
 
     def _bytes_of(self, reading: Reading) -> int:
         return len(reading.blocks) * self._block_bytes + len(reading.slots) * self._state_bytes
@@ -245,56 +261,55 @@ class PrefixStore:
             return
         contents = sequence.contents
         numbers, _ = pool.match(contents, sequence.cache_namespace)
-        if len(numbers) < MIN_BLOCKS or self._writer.waiting >= MAX_WAITING:
+        if len(numbers) < MIN_BLOCKS or len(self._unwritten) >= MAX_WAITING:
             return
-        blocks, epoch = pool.contents_of(numbers), self._epoch
-        chain = _chain(sequence.disk_key, contents, len(blocks), pool.block_size)
+        keys = _chain(sequence.disk_key, contents, len(numbers), pool.block_size)
+        self._unwritten.append(Unwritten(pool, pool.contents_of(numbers), keys, self._epoch))
+        self._writer.submit(self._write)
 
-        def holds(block: RegisteredBlock) -> bool:
-            return self._epoch == epoch and pool.holds(block)
-
-        def write() -> None:
-            self._write(pool, blocks, [*chain], holds)
-
-        self._writer.submit(write)
-
-    def _write(
-        self, pool: StoredBlockPool, blocks: list[RegisteredBlock], keys: list[bytes],
-        holds: Callable[[RegisteredBlock], bool],
-    ) -> None:  # fmt: skip
-        if time.monotonic() < self._paused_until:
+    def _write(self) -> None:
+        """Write all chains that wait, in as few segments as they fill."""
+        chains = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+        if not chains or time.monotonic() < self._paused_until:
             return
         self._store.refresh()
-        most = sum(key not in self._store for key in keys)
-        most += sum(block.checkpoint is not None for block in blocks)
-        if not most:
-            return
+        keys = [[*unwritten.keys] for unwritten in chains]
+        most = sum(key not in self._store for key in chain(*keys))
+        most += sum(block.checkpoint is not None for block in chain(*(c.blocks for c in chains)))
+        seen: set[bytes] = set()
+        copies = (self._copies(*parts, seen) for parts in zip(chains, keys, strict=True))
         try:
-            written = self._store.write(self._copies(pool, blocks, keys, holds), most)
+            self._written += self._store.write(chain.from_iterable(copies), most)
         except OSError as error:
             self._paused_until = time.monotonic() + FAILURE_PAUSE_S
             log.warning("KV_CACHE_DIR is not written for %.0f s: %s", FAILURE_PAUSE_S, error)
-            return
-        self._written += written
-        self._store.use(keys)
+        for own in keys:
+            self._store.use(own)
 
     def _copies(
-        self, pool: StoredBlockPool, blocks: list[RegisteredBlock], keys: list[bytes],
-        holds: Callable[[RegisteredBlock], bool],
-    ) -> Iterator[tuple[bytes, Buffer]]:  # fmt: skip
-        """Yield copies of blocks and states, each valid until the next one. A chain ends where
-        memory has other contents by now."""
-        copy = np.empty(max(self._block_bytes, self._state_bytes), np.uint8)
-        for key, block in zip(keys, blocks, strict=True):
-            if key not in self._store:
+        self, unwritten: Unwritten, keys: list[bytes], seen: set[bytes]
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield copies of blocks and states that are not on disk or `seen`, each valid until the
+        next one. A chain ends where memory has other contents by now."""
+        pool, copy = unwritten.pool, np.empty(max(self._block_bytes, self._state_bytes), np.uint8)
+
+        def is_new(key: bytes) -> bool:
+            return key not in self._store and key not in seen
+
+        for key, block in zip(keys, unwritten.blocks, strict=True):
+            if is_new(key):
                 data = _gather(self._block_rows, block.number, copy)
-                if not holds(block):
+                if self._epoch != unwritten.epoch or not pool.holds(block):
                     return
+                seen.add(key)
                 yield key, data
-            if block.checkpoint and _state_key(key) not in self._store:
+            if block.checkpoint and is_new(state_key := _state_key(key)):
                 data = _gather(self._state_rows, block.checkpoint[0], copy)
-                if holds(block) and pool.holds_states(block):
-                    yield _state_key(key), data
+                if self._epoch != unwritten.epoch or not pool.holds(block):
+                    return
+                if pool.holds_states(block):
+                    seen.add(state_key)
+                    yield state_key, data
 
     def close(self) -> None:
         """Write what was saved, and end the threads."""
@@ -310,10 +325,6 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def waiting(self) -> int:
-        return self._inbox.qsize()
 
     def submit(self, function: Callable[[], object]) -> None:
         if self._thread.ident is None:
