@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batching.scheduler import ContinuousScheduler
-from tests import tiny_adapters, tiny_decoders
+from tests import multimodal, tiny_adapters, tiny_decoders
 from tests.generating import ORDINARY, Driver, Request, Served, engine, loaded, request, runner_of
 from tests.matrix import matrix
 from worker.engines.generation.engine import GenerationEngine
@@ -42,9 +42,11 @@ def stored(tmp_path: Path) -> Callable[..., StoredEngine]:
     """Return a function that makes an engine, as after a restart; the engines share a folder."""
 
     def make(model: str, blocks: int = 400) -> StoredEngine:
-        runner = runner_of(engine(model, blocks))
+        generator = multimodal.engine(model) if "-vl" in model else engine(model, blocks)
+        runner, preprocessor = runner_of(generator), generator.input_processor.media_preprocessor
         record_weights(runner.language)
-        generator = paged_engine(runner, GeneratorOptions("", kv_cache_dir=str(tmp_path / "kv")))
+        options = GeneratorOptions("", kv_cache_dir=str(tmp_path / "kv"))
+        generator = paged_engine(runner, options, preprocessor)
         runner.language.digest = b""  # other tests share it
         assert isinstance(generator, StoredEngine)
         generator.others = Woken()
@@ -97,6 +99,23 @@ def test_the_third_turn_writes_what_is_new(stored: Callable[..., StoredEngine]) 
     again, driver = turn(stored("qwen3.5"), request(third))
     assert again.ids == expected.ids
     assert driver.total("read_tokens") >= len(prompt) // 16 * 16
+
+
+@pytest.mark.parametrize("model", matrix(("qwen2-vl", "qwen3.5-vl"), "qwen3.5-vl"))
+def test_a_prefix_with_an_image_is_read_for_this_image_alone(
+    model: str, stored: Callable[..., StoredEngine]
+) -> None:
+    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
+    expected, _ = turn(stored(model), multimodal.request(*parts))
+    generator = stored(model)
+    turn(generator, multimodal.request(*parts))
+    generator.flush()
+    served, driver = turn(stored(model), multimodal.request(*parts))
+    assert served.ids == expected.ids
+    read = driver.total("read_tokens")
+    assert read >= 48
+    _, driver = turn(stored(model), multimodal.request(parts[0], multimodal.png(1), parts[2]))
+    assert driver.total("read_tokens") < read
 
 
 def test_another_namespace_reads_nothing(stored: Callable[..., StoredEngine]) -> None:
