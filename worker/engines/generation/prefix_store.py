@@ -46,8 +46,8 @@ log = logging.getLogger("onequeue.prefix_store")
 # Fewer blocks are computed: a step that runs anyway takes them along.
 MIN_BLOCKS = 4
 MAX_WAITING = 256  # chains that wait to be written
-# The threads get about a tenth of a core that steps use too, and all of an idle one.
-NICENESS = 10
+# The lowest priority: the threads use what steps leave idle, and little of a core that steps use.
+NICENESS = 19
 FLUSH_S = 30.0  # the longest wait for a disk when a model is unloaded or the server stops
 FAILURE_PAUSE_S = 60.0  # after a failed write, such as to a full disk
 
