@@ -90,6 +90,7 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     key: Hashable = None  # items with equal keys may share a batch
     arrived_at: float = 0.0  # at the worker, prepared
     started_at: float = 0.0
+    read_s: float = 0.0  # for so long it waited for a prefix that was read from disk
     progress_at: float = 0.0  # of a stream: when a step last ran a part of it
     finished_at: float = 0.0
     batch_size: int = 0

@@ -56,6 +56,8 @@ class ContinuousScheduler:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
+        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int]], bool]  # of PrefixStore
+        self.save: abc.Callable[[BlockPool, Sequence], None]
         self.running: list[Sequence] = []  # by priority, then by order of arrival
         self.num_waiting = 0
         self.preempted = 0  # in the last step
@@ -140,6 +142,8 @@ class ContinuousScheduler:
         sequence.paused = False
         self._paused.discard(sequence)
         if sequence.table is not None:
+            if sequence.disk_key:
+                self.save(self.pool, sequence)
             self.pool.close(sequence.table)
             sequence.table = None
             sequence.computed = 0
@@ -292,10 +296,10 @@ class ContinuousScheduler:
             if len(self.running) >= self.max_running and not self._yielding(sequence):
                 failed.add(flow)
                 continue
-            ready = not sequence.multimodal or sequence.multimodal.ready
+            ready = not (sequence.reading or ((m := sequence.multimodal) and not m.ready))
             matched = self._match(sequence) if ready else None
-            if matched is None:  # the rest of its prefix is being computed, or its images are
-                prefix_pending |= ready and is_interactive
+            if matched is None:  # the rest of its prefix is computed or read, or its images are
+                prefix_pending |= ready and is_interactive and not sequence.reading
                 self._may_admit = True
                 skipped += 1
             elif not self._take_room(sequence, matched):
@@ -358,8 +362,8 @@ class ContinuousScheduler:
         return True
 
     def _match(self, sequence: Sequence) -> list[int] | None:
-        """Return the blocks of its cached prefix; None if more of that is being computed. The key
-        of its last block is kept, since matching again takes as long as the prefix is."""
+        """Return the blocks of its cached prefix; None if more of that is being computed or read.
+        The key of its last block is kept, since matching again takes as long as the prefix is."""
         if sequence.scores_prompt or sequence.paused:
             return []
         if not self.pool.is_awaited(sequence.pending_prefix):
@@ -368,6 +372,8 @@ class ContinuousScheduler:
             )
             if sequence.pending_prefix is None:
                 usable = self.pool.resumable(matched)
+                if sequence.disk_key and self.begin_read(self.pool, sequence, matched[:usable]):
+                    return None
                 # where it leaves a prefix of others: later ones may continue from there
                 sequence.branch = len(matched) * self.pool.block_size if matched[usable:] else 0
                 return matched[:usable]

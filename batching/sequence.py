@@ -139,6 +139,8 @@ class Sequence:
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int | None = None  # prompt tokens found in the prefix cache at first admission
     pending_prefix: BlockKey | None = None  # the last block of its prefix that is being computed
+    disk_key: bytes = b""  # of its empty prefix among those on disk; empty: they are not looked up
+    reading: bool = False  # waiting: a part of its prefix is read from disk
     branch: int = 0  # leading tokens in blocks, after which no state of recurrent layers was kept
 
     def __post_init__(self) -> None:

@@ -1,4 +1,5 @@
-"""The command `onequeue`, also `python -m server`: serve, calibrate, load, template and build.
+"""The command `onequeue`, also `python -m server`: serve, calibrate, load, template, cache and
+build.
 
 Each subcommand is a module of server/commands/ and is imported when it runs: the load test needs
 neither torch nor a web server.
@@ -22,6 +23,7 @@ usage: onequeue COMMAND …
   calibrate [MODEL]   measure the request rate that this machine sustains, and the settings for it
   load URL …          load-test an HTTP inference server
   template MODEL      print the formats of tool calls and reasoning inferred from a chat template
+  cache ls|clear      show or remove the keys and values in KV_CACHE_DIR
   build               build the native operations for this CPU, which the first start would build
 
 onequeue COMMAND --help lists the options of a command; onequeue --version prints the version."""
@@ -52,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.disable(logging.WARNING)  # the report has them
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` is no error
         template_command("onequeue template", args)
+    elif name == "cache":
+        from server.commands.cache import cache_command
+
+        cache_command("onequeue cache", args)
     elif name == "build":
         from worker.backends.native_attention import build_command
 
@@ -62,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"onequeue {__version__}")
     else:
         print(
-            f"onequeue: unknown command {name!r}: serve, calibrate, load, template, build",
+            f"onequeue: unknown command {name!r}: serve, calibrate, load, template, cache, build",
             file=sys.stderr,
         )
         raise SystemExit(MISUSE)

@@ -17,6 +17,7 @@ from starlette.routing import Router
 from batching.batcher import WINDOW_BATCHES, DynamicBatcher
 from batching.request_queue import RequestQueue
 from server.core.metrics import Metrics
+from server.core.request_context import SECRET
 from server.core.settings import Settings, SettingsError, load_settings
 from server.core.worker_client import WorkerClient, size_of
 from server.entries import ModelEntry, model_entries, shares_recognizer
@@ -32,6 +33,7 @@ from server.preflight import (
     forbid_conversion,
     has_cache_folder,
     limit_kernel_caches,
+    open_stored_prefixes,
     openmp_threads,
     set_openmp_variables,
     telemetry_is_configured,
@@ -94,6 +96,8 @@ def create_app(
     loaders: Loaders = {kind: own for kind, own in zip(KINDS, given, strict=True) if own}
     with_loader = {name for name, kind in MODELS.items() if kind in loaders}
     settings = check_models(settings, with_loader)
+    if store := open_stored_prefixes(settings):
+        SECRET[:] = store.secret
     entries = model_entries(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))

@@ -34,6 +34,7 @@ from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from worker.compilers import end_compilers
 from worker.task_detection import load_error
+from worker.worker import Worker
 
 log = logging.getLogger("onequeue.lifespan")
 
@@ -46,6 +47,7 @@ SWITCH_INTERVAL_S = 0.0001
 # 10, take 40 % of its time.
 GC_THRESHOLDS = 20_000, 20, 20
 READY_POLL_S = 0.05
+THREAD_END_S = 10.0  # the longest wait for the worker's last step
 
 
 @contextlib.asynccontextmanager
@@ -83,6 +85,7 @@ async def lifespan(
         if not worker_client.draining:
             await drain(worker_client, grace_s)
         worker_client.stop()
+        await anyio.to_thread.run_sync(flush, worker_client.worker)
         await jobs.close()
         if app.telemetry:
             await anyio.to_thread.run_sync(app.telemetry.shutdown)
@@ -91,6 +94,14 @@ async def lifespan(
         log.info("stopped")
         if server and load_failure(worker_client.loaded):
             server.started = False  # uvicorn then exits with the status of a failed start, 3
+
+
+def flush(worker: Worker) -> None:
+    """Wait until what outlives the models is on disk, once the worker's thread has ended."""
+    worker.thread.join(THREAD_END_S)
+    for model in worker.models.values():
+        if model.is_loaded and model.generator and not worker.thread.is_alive():
+            model.generator.flush()
 
 
 async def reload_on_signal(keyring: Keyring) -> None:

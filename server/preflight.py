@@ -45,6 +45,7 @@ from worker.cores import Cores
 from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.adapters import InvalidAdapter
 from worker.messages.generation import SAMPLING_FIELDS
+from worker.segment_store import FolderIsOpen, SegmentStore, open_store
 from worker.task_detection import (
     TaskError,
     architectures,
@@ -159,6 +160,17 @@ def check_sampling_defaults(name: str, text: str) -> None:
         convert(document, GenerationRequest)
     except InvalidInput as error:
         raise SettingsError(f"{name}={text!r}: {error}") from None
+
+
+def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
+    """Return the store of KV_CACHE_DIR, None if it is not set. Raises SettingsError for a folder
+    that cannot be used."""
+    if (folder := settings.kv_cache_dir) == "none":
+        return None
+    try:
+        return open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
+    except (FolderIsOpen, OSError) as error:
+        raise SettingsError(f"KV_CACHE_DIR={folder!r}: {error}") from None
 
 
 def check_adapters(settings: Settings) -> None:

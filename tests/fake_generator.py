@@ -135,6 +135,9 @@ class FakeGenerator:
     def call_id(self, name: str, index: int) -> str:
         return f"call_{name}:{index}"
 
+    def flush(self) -> None:
+        pass
+
     def load_adapter(self, adapter: Adapter) -> None:
         adapter_folder(adapter.root, adapter.path)
         adapter.weights = FakeWeights()

@@ -8,7 +8,7 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -168,7 +168,10 @@ class Driver:
         return served
 
     def step(self) -> StepReport:
-        outcome = self.generator.step()
+        step, others = cast(Any, self.generator.step), cast(Any, self.generator.others)
+        while (outcome := step()) is None:  # a prefix is read
+            assert others.event.wait(60)
+            others.event.clear()
         assert isinstance(outcome.report, StepReport)
         for item, delta in outcome.deltas:
             served = self.served[item]

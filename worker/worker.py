@@ -256,6 +256,8 @@ class Worker:
             model.load_adapter(adapter, model.engine)
 
     def _unload(self, model: ServedModel) -> None:
+        if generator := model.generator:
+            generator.flush()
         self.call(partial(self._remove, model))
         model.free()
         gc.collect()

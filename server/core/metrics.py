@@ -9,9 +9,11 @@ server (Gateway API Inference Extension's model server protocol).
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import anyio.to_thread
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -27,8 +29,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
+from server.core.settings import Settings
 from worker.messages.protocol import BatchReport, ModelInfo, StepReport
 from worker.registry import ServedModel
+from worker.segment_store import open_store
 
 # Buckets of histograms.
 SECONDS = (
@@ -44,6 +48,7 @@ TOKEN_KINDS = {  # the label, by the report's field
     "prefill_tokens": "prompt",
     "cached_tokens": "cached",
     "decode_tokens": "output",
+    "read_tokens": "read",
     "drafted": "drafted",
     "accepted": "accepted",
 }
@@ -52,6 +57,7 @@ TOKEN_KINDS = {  # the label, by the report's field
 async def metrics(request: Request) -> Response:
     """`GET /metrics`."""
     request.app.metrics.describe_adapters()
+    await request.app.metrics.describe_stored(request.app.settings)
     request.app.metrics.describe_fallbacks(request.app.worker_client.models)
     exposed = WithoutCreated(request.app.metrics.registry)
     return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
@@ -121,6 +127,13 @@ class Metrics:
         self._forward = seconds("forward_seconds", "Forward pass of a batch", ["model"])
 
         self._token_counts = counter("tokens", "Tokens processed, by kind", ["kind", "model"])
+        stored = "Bytes of keys and values read from KV_CACHE_DIR, and written to it"
+        self._stored_bytes = counter("kv_stored_bytes", stored, ["direction", "model"])
+        self._files_bytes = gauge("kv_files_bytes", "Size of the files in KV_CACHE_DIR")
+        oldest = "Time since the least recently used file in KV_CACHE_DIR was used"
+        self._files_age = gauge("kv_files_age_seconds", oldest)
+        saved = "Time that reading keys and values took less than computing them, in seconds"
+        self._saved_s = counter("kv_saved_seconds", saved, ["model"])
         self._step_s = seconds("step_seconds", "Duration of a generation step")
         self._step_tokens = tokens("step_tokens", "Tokens in a generation step")
         first_token = "Time from acceptance to the first text"
@@ -203,6 +216,11 @@ class Metrics:
         for field, kind in TOKEN_KINDS.items():
             if more := getattr(report, field):  # most are 0 in most steps
                 self._token_counts.labels(kind, model).inc(more)
+        for direction in ("read", "written"):
+            if size := getattr(report, f"{direction}_bytes"):
+                self._stored_bytes.labels(direction, model).inc(size)
+        if report.saved_ms:
+            self._saved_s.labels(model).inc(report.saved_ms / 1000)
         self._preemptions.inc(report.preempted)
         if tokens := report.prefill_tokens + report.decode_tokens:
             self._step_tokens.observe(tokens)
@@ -217,6 +235,15 @@ class Metrics:
         if self.max_adapters:
             running, waiting = (",".join(names) for names in self.adapter_names())
             self._adapters.labels(running, waiting, self.max_adapters).set_to_current_time()
+
+    async def describe_stored(self, settings: Settings) -> None:
+        """Set the gauges of the files in KV_CACHE_DIR."""
+        if (folder := settings.kv_cache_dir) != "none":
+            store = open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
+            with suppress(OSError):
+                usage = await anyio.to_thread.run_sync(store.usage)
+                self._files_bytes.set(usage.bytes)
+                self._files_age.set(usage.oldest_s)
 
     def describe_fallbacks(self, models: Mapping[str, ServedModel]) -> None:
         """Replace the fallbacks of all models by those of now."""

@@ -9,7 +9,8 @@ from functools import lru_cache
 from batching.fair_share import WorkOwner
 from server.core.api_keys import NO_KEY, ApiKey
 
-_SECRET = secrets.token_bytes(32)  # keys cannot be found by trying their digests
+# Keys cannot be found by trying digests. Of the process, or of KV_CACHE_DIR, which outlives it.
+SECRET = bytearray(secrets.token_bytes(32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,7 @@ class RequestRecord:
     accepted_at: float = 0.0
     prepared_at: float = 0.0
     started_at: float = 0.0
+    read_s: float = 0.0  # of the time before it, for a prefix to be read from disk
     first_token_at: float = 0.0
     ended_at: float = 0.0
     per_token_s: float = 0.0  # mean time between two output tokens of a choice
@@ -60,18 +62,19 @@ class RequestRecord:
 
     def timing_header(self, until: float) -> tuple[bytes, bytes]:
         """Return the header with the milliseconds per stage. The last stage lasts until `until`."""
+        read = b", read;dur=%.2f" % (self.read_s * 1e3) if self.read_s else b""
         timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
             (self.prepared_at - self.accepted_at) * 1e3,
             (self.started_at - self.prepared_at) * 1e3,
             (until - self.started_at) * 1e3,
         )
-        return b"server-timing", timing
+        return b"server-timing", timing + read
 
 
 @lru_cache(maxsize=1024)
 def _digest(model: str, key: bytes, salt: str | None) -> bytes:
     """Return 16 bytes that reveal neither key nor salt."""
-    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
+    digest = hashlib.blake2b(digest_size=16, key=SECRET)
     for part in (model.encode(), key, (salt or "").encode()):
         digest.update(len(part).to_bytes(8))
         digest.update(part)

@@ -184,6 +184,10 @@ class Settings:
     kv_cache_gb: float | None = setting(
         None, "memory of the key-value cache, in GB", minimum=0.000001
     )
+    kv_cache_dir: str = setting(
+        "none", "folder of keys and values that outlive model and process; none: they do not"
+    )
+    kv_cache_dir_gb: float = setting(10.0, "maximum size of the files in it, in GB", minimum=0.001)
     max_running: int = setting(256, "maximum sequences generated at the same time", minimum=1)
     max_batch_size: int = setting(32, "maximum rows in one forward pass", minimum=1)
     max_batch_tokens: int = setting(16384, "maximum tokens in one forward pass", minimum=1)

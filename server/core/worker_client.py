@@ -498,6 +498,7 @@ class Submission(Generic[Result]):
         for item in self.items:
             if at := item.arrived_at:
                 record.prepared_at = min(record.prepared_at or at, at)
+            record.read_s = max(record.read_s, item.read_s)
             if at := item.started_at:
                 record.started_at = min(record.started_at or at, at)
                 record.ended_at = max(record.ended_at, item.finished_at)

@@ -61,7 +61,7 @@ def test_the_installed_command_names_its_subcommands(installed: Path) -> None:
         assert f"onequeue {name}" in done.stdout
     wrong = run(installed, "server")
     assert wrong.returncode == 2
-    assert "'server': serve, calibrate, load, template, build" in wrong.stderr
+    assert "'server': serve, calibrate, load, template, cache, build" in wrong.stderr
 
 
 def test_the_installed_command_serves_beside_a_module_of_the_same_name(

@@ -94,7 +94,7 @@ def library_path(build: bool) -> Path:
     version = cpp_builder.get_compiler_version_info(cpp_builder.get_cpp_compiler())
     source = "".join(file.read_text() for file in sorted(SOURCE_FOLDER.iterdir()))
     # other flags are those of torch's version; other machines may share the folder
-    key = "\n".join((source, *FLAGS, version, torch.__version__, _cpu_features()))
+    key = "\n".join((source, *FLAGS, version, torch.__version__, cpu_features()))
     path = library_folder() / f"onequeue-{sha256(key.encode()).hexdigest()}.so"
     if build and not path.exists():
         with _locked(path.parent):
@@ -130,7 +130,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """Return the instruction set extensions of this CPU."""
     lines = lines_of("/proc/cpuinfo")
     named = (line for line in lines if line.lower().startswith(("flags", "features")))

@@ -83,6 +83,10 @@ class StepReport:
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     drafted: int = 0  # tokens proposed by speculation
     accepted: int = 0  # proposed tokens that the model accepted
+    read_tokens: int = 0  # prompt tokens whose keys and values were read from disk
+    read_bytes: int = 0
+    written_bytes: int = 0
+    saved_ms: int = 0  # that reading took less than computing would have
     preempted: int = 0  # sequences
     admitted: int = 0  # sequences that started
     running: int = 0  # sequences, after the step
@@ -299,6 +303,9 @@ class Generator(Engine[Item, Raw], Protocol[Item, Raw]):
     def call_id(self, name: str, index: int) -> str:
         """Return an id for the conversation's `index`-th tool call that the chat template accepts
         back. Does not block; from any thread."""
+
+    def flush(self) -> None:
+        """Wait until what outlives the engine is on disk. After its last step."""
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Fill in an adapter's weights, on the loader thread. Raises InvalidAdapter."""

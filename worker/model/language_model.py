@@ -98,6 +98,8 @@ class GeneratorOptions(ModelOptions):
     default_seed: int | None = None  # of requests without one; None: random ones
     deterministic: bool = False  # on a GPU, outputs do not depend on the batch
     lora_dir: str = "none"  # the folder of adapters, if some may be loaded
+    kv_cache_dir: str = "none"  # the folder of stored keys and values
+    kv_cache_dir_gb: float = 10.0  # its largest size, in GB of 10^9 bytes
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
 
 
@@ -143,6 +145,7 @@ class LanguageModel:
         self.states: list[StateShape] = []
         self.fallbacks: tuple[Fallback, ...] = ()
         self.deterministic = False  # a GPU's operations are batch-invariant
+        self.digest = b""  # of the weights, if keys and values are stored (fingerprint.py)
         self.lora: Any = None  # its LoraLayers, since the first adapter was loaded (lora.py)
         # width of the logits, which may exceed the tokenizer's number of tokens
         self.vocab_size = int(self.config.vocab_size)

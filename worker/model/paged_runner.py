@@ -84,8 +84,8 @@ class StateSlots(NamedTuple):
     checkpoints: int
     drafts: int = 0
 
-    def pool(self) -> StatePool:
-        return StatePool(self.sequences, self.checkpoints, self.drafts)
+    def pool(self, kind: type[StatePool] = StatePool) -> StatePool:
+        return kind(self.sequences, self.checkpoints, self.drafts)
 
 
 class PagedRunner:
@@ -122,6 +122,7 @@ class PagedRunner:
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self.builds_later = False  # they are built in the background
+        self.record_form: Callable[[Form, Any], None] = lambda form, model: None  # once complete
         self._background: tuple[str, float] | None = None  # what a thread does, since when
         if language.deterministic:
             self._attend_by_rows()
@@ -183,11 +184,11 @@ class PagedRunner:
                 return self._graphs.forward(batch, sampled)
             return self._run(batch, sampled, form)
 
-    def _backend(self, form: Form) -> Callable[[KVCache, Batch], AttentionBackend]:
+    def backend(self, form: Form) -> Callable[[KVCache, Batch], AttentionBackend]:
         return AttentionMetadata if form == "torch" else self.metadata
 
     def _run(self, batch: Batch, sampled: Tensor | None = None, form: Form = "") -> Tensor:
-        metadata, model = self._backend(form)(self.cache, batch), None if form else self.model
+        metadata, model = self.backend(form)(self.cache, batch), None if form else self.model
         return run_model(self.language, batch, metadata, sampled, model=model)
 
     def load_adapter(self, folder: Path) -> "LoraWeights":
@@ -210,7 +211,7 @@ class PagedRunner:
         embeddings are injected, as in its check, and the sequences have no other form."""
         from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
 
-        backend = self._backend(form)
+        backend = self.backend(form)
         kind = BidirectionalMetadata if has_bidirectional_spans(batch) else backend
         metadata = kind(self.cache, batch)
         metadata.torch_only = backend is AttentionMetadata
@@ -343,8 +344,10 @@ class PagedRunner:
         self._start_compiling(threads)
 
     def _start_compiling(self, threads: int) -> None:
+        self.record_form("eager", self.language.model)
         # a model without a head runs prompts only: nothing to gain
         if self.language.model.base_model is self.language.model or compilers.ending.is_set():
+            self.record_form("", self.language.model)
             self.compile_state, self._background = "off", None
         else:
             self._start(self._compile, threads, "compiling, {}")
@@ -371,6 +374,7 @@ class PagedRunner:
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
             state = "done"
+        self.record_form("", self._compiled or self.model)
         if gc.get_freeze_count():  # as in server/lifespan.py: collecting these takes up to 0.4 s
             gc.collect()
             gc.freeze()

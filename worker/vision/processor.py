@@ -175,6 +175,11 @@ class Processor:
         splits = images and hasattr(images.part, "do_image_splitting")
         self._low_detail = LOW_DETAIL if splits else {}
 
+    @property
+    def settings(self) -> str:
+        """The processor's own, as JSON: what features depend on besides the file."""
+        return str(self._processor.to_json_string())
+
     def check_fits(self, tokens: int, param: str) -> None:
         """Raise InvalidInput, naming `param`, unless so many tokens leave room for output."""
         if tokens >= self.max_tokens:

@@ -156,6 +156,9 @@ class GenerationEngine:
     def fallbacks(self) -> abc.Sequence[Fallback]:
         return self.runner.language.fallbacks
 
+    def flush(self) -> None:
+        """Nothing outlives the engine."""
+
     def prepare(self, item: GenerationItem) -> None:
         self.input_processor.prepare(item)
 

@@ -5,10 +5,13 @@ or, where the model does not run on it, with transformers' cache.
 import json
 import logging
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
+from batching.sequence import Form
+from batching.state_pool import StatePool
+from batching.stored_blocks import StoredBlockPool, StoredStatePool
 from worker.backends.cached_runner import CachedRunner
 from worker.backends.quantization import without_outliers
 from worker.decision_config import load_decision_config
@@ -29,6 +32,9 @@ from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.processor import Processor, load_processor
 from worker.vision.self_check import check_multimodal, refuse, refuse_failing
 
+if TYPE_CHECKING:
+    from worker.engines.generation.prefix_store import PrefixStore
+
 log = logging.getLogger("onequeue.generation")
 
 NO_TORCHVISION = (
@@ -47,6 +53,8 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     """Return the engine of a loaded model. Raises LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
     language.extend_context(options.max_model_len)
+    if options.kv_cache_dir != "none" and options.simulated_model == "none":
+        record_weights(language)
     language.template_defaults = json.loads(options.chat_template_kwargs)
     language.reasoning, language.default_seed = options.reasoning, options.default_seed
     language.decision_config = load_decision_config(options.decision_config, language.folder)
@@ -89,6 +97,39 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
             language.context, original, original,
         )  # fmt: skip
     return engine
+
+
+def record_weights(language: LanguageModel) -> None:
+    """Have keys and values stored that these weights give, before they are packed."""
+    from worker.model.fingerprint import weights_digest
+
+    if language.device.type == "cpu":
+        language.digest = weights_digest(language.model.state_dict())
+    else:
+        log.warning("KV_CACHE_DIR is not used: the model is on a GPU")
+
+
+def open_prefix_store(
+    runner: PagedRunner, options: GeneratorOptions, preprocessor: MediaPreprocessor | None
+) -> "PrefixStore":
+    """Return the prefixes of a model on disk."""
+    from worker.engines.generation.prefix_store import PrefixStore
+    from worker.model.fingerprint import fingerprint, form_digest
+    from worker.segment_store import open_store
+
+    settings = (
+        options.quantization, options.compile, options.lora_dir != "none", runner.max_model_len,
+        preprocessor and preprocessor.processor.settings, options.max_image_mp,
+    )  # fmt: skip
+    numerics = fingerprint(runner.language, *settings)
+    store = open_store(options.kv_cache_dir, int(options.kv_cache_dir_gb * 1e9))
+    prefixes = PrefixStore(store, runner.cache, numerics)
+
+    def record_form(form: Form, model: Any) -> None:
+        prefixes.form_digests[form] = form_digest(runner, form, model)
+
+    runner.record_form = record_form
+    return prefixes
 
 
 def load_media_preprocessor(language: LanguageModel, max_pixels: int) -> MediaPreprocessor | None:
@@ -134,8 +175,11 @@ def paged_engine(
 ) -> GenerationEngine:
     language = runner.language
     # the compiler chooses the order of sums by the number of rows
+    prefixes = open_prefix_store(runner, options, preprocessor) if language.digest else None
     if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()
+    else:
+        runner.record_form("", language.model)
     input_processor = InputProcessor(
         language, runner.max_model_len, media_preprocessor=preprocessor
     )
@@ -145,14 +189,20 @@ def paged_engine(
 
         runner = SimulatedRunner(runner, options, input_processor.eos_token_ids)
         speculates = False
+    block_pool, state_pool = BlockPool, StatePool
     is_reserved = options.kv_cache_gb is not None or language.device.type == "cuda"
     fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
     def new_scheduler() -> ContinuousScheduler:
-        states = runner.slots.pool() if language.states else None
-        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
+        states = runner.slots.pool(state_pool) if language.states else None
+        pool = block_pool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
+    if prefixes:
+        from worker.engines.generation.stored_engine import StoredEngine
+
+        block_pool, state_pool = StoredBlockPool, StoredStatePool
+        return StoredEngine(runner, input_processor, new_scheduler, speculates, prefixes)
     return kind(runner, input_processor, new_scheduler, speculates)
 
 
