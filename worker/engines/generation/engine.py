@@ -11,7 +11,7 @@ need its tokens. Masks of grammars are computed while a step runs, from the toke
 Implements Generator of worker/messages/protocol.py. batching/scheduler.py decides which sequences
 run, and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit,
 with the model's own cache (cached_runner.py). input_processor.py prepares requests, output.py
-turns tokens into text.
+turns tokens into text, most of it on the event loop, when it is read.
 """
 
 import logging
@@ -37,7 +37,7 @@ from worker.engines.generation.speculation import Speculation
 from worker.engines.pipeline.yield_points import YieldPoints
 from worker.error_classification import failure_of, run_halves
 from worker.messages.adapters import Adapter, InvalidAdapter
-from worker.messages.deltas import Delta
+from worker.messages.deltas import MAX_UNREAD, DeltaSource
 from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import (
     ALONE,
@@ -124,7 +124,7 @@ class GenerationEngine:
         # of the current call of `step`
         self._step_started = 0.0
         self._counts: Counter[str] = Counter()  # fields of StepReport
-        self._deltas: list[tuple[WorkItem, Delta]] = []
+        self._deltas: list[tuple[WorkItem, DeltaSource]] = []
 
     def _new_encoder_scheduler(self) -> "EncoderScheduler | None":
         runner, preprocessor = self.runner, self.input_processor.media_preprocessor
@@ -258,7 +258,7 @@ class GenerationEngine:
 
     # ── a step ──
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta]:
+    def step(self, idle_since: float = 0.0) -> StepOutcome[DeltaSource]:
         self._step_started = time.monotonic()
         self._counts, self._deltas = Counter(), []
         self._drop_cancelled()
@@ -485,7 +485,8 @@ class GenerationEngine:
         self.scheduler.advance(chunk, tokens)
         if output.finished:
             self.scheduler.remove(sequence)
-        self._deltas.append((output.item, output.take_delta()))
+        if output.finished or not len(tokens) < output.unread < MAX_UNREAD:
+            self._deltas.append((output.item, output))
 
     def _learn_times(self, step: InFlightStep) -> None:
         """Record the step's time, counted from when the device could start it."""
@@ -503,12 +504,12 @@ class GenerationEngine:
         """Return the time without that of other models at yield points."""
         return time.monotonic() - self.others.total_s
 
-    def _collect(self) -> StepOutcome[Delta]:
+    def _collect(self) -> StepOutcome[DeltaSource]:
         if self._encoder_scheduler:
             self._encoder_scheduler.release_prefilled(self.scheduler)
         report = self._report()
-        deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
-        ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
+        deltas = [(item, output) for item, output in self._deltas if item not in self._failed]
+        ending = dict.fromkeys(item for item, output in deltas if output.finished)
         finished = [
             item for item in ending if all(self._outputs[s].finished for s in self.live[item])
         ]
@@ -525,7 +526,7 @@ class GenerationEngine:
         self._failed.clear()
         if not self.live:
             self._in_flight = None  # no request waits for its tokens
-        return StepOutcome(report, deltas, outputs, done)
+        return StepOutcome(report, deltas, outputs, done, unfinished=report.decode_tokens > 0)
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted

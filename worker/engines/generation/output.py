@@ -1,13 +1,17 @@
 """The text side of a sequence: from sampled tokens to text, log-probabilities and an end.
 
-    push(token) → detokenizer → parser (reasoning, tool calls, content) → stop strings → Delta
-                   └▶ constraints: the tokens that may come next
+    push(token) → unread tokens → detokenizer → parser (reasoning, tool calls, content)
+                                      → stop strings → Delta
+    push(token) → constraints: the tokens that may come next
 
 The outputs of a request are created in a pool thread, which reads the whole prompt. From then on
-they belong to the worker's thread, where a token's cost depends on its own length alone. Sampling
-is in worker/model/sampler.py; which sequences run, in batching/scheduler.py.
+tokens are pushed on the worker's thread. The text of an output that stop strings or a grammar may
+end, that has tools or log-probabilities, is written there, token by token. Other text is written
+where it is read, for all unread tokens at once. Sampling is in worker/model/sampler.py; which
+sequences run, in batching/scheduler.py.
 """
 
+import copy
 from collections import abc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, PrefixedTokens, Reads, TokenList
+from worker.error_classification import failure_of
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
@@ -77,9 +82,11 @@ class PromptOutput:
     SequenceOutput."""
 
     reads: Reads = "last"
+    unread = 1
 
     def __init__(self, item: WorkItem, ids: TokenList | PrefixedTokens, number: int = 0) -> None:
         self.item = item
+        self.choice = number
         self.request: Any = item.payload  # of any kind
         self.priority = item.owner.priority
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {})
@@ -148,7 +155,14 @@ class SequenceOutput:
             self._prompt_logprobs.append(token_logprob(vocabulary, first, echo.token_texts[0]))
         self._single_call = request.tool_policy is not None and not request.tool_policy.parallel
         self._calls = 0  # tool calls that have started
-        self._delta = Delta(self.choice)
+        # The text may end the output, takes long, or is the prompt's: it is written at once.
+        may_end, takes_long = stop or prepared.constraints, request.tool_policy or self._logprobs
+        self._writes_at_once = bool(may_end or takes_long or not prepared.max_tokens)
+        self._written = 0  # tokens whose text is written
+        self._delta = Delta(self.choice)  # of the thread that writes
+        # The worker's thread appends, that of the stream takes: tokens, or deltas that are written.
+        self._unread_tokens: list[SampledToken] = []
+        self._unread_deltas: list[Delta] = []
 
     # ── the prompt ──
 
@@ -186,6 +200,8 @@ class SequenceOutput:
         self._prompt_logprobs = []
         if self.prepared.max_tokens == 0:
             self._set_finished("length", None)
+            self._unread_deltas.append(self._delta)
+            self.finished = True
 
     # ── the output ──
 
@@ -204,23 +220,97 @@ class SequenceOutput:
 
     def push(self, sampled: SampledToken) -> None:
         """Append the next token."""
-        token, parser, constraints = sampled.token, self._parser, self.constraints
         self.tokens += 1
+        if self.sampling.processes_logits:
+            self.sampling.accept(sampled.token)
+        if self._writes_at_once:
+            self._write(sampled)
+            delta, self._delta = self._delta, Delta(self.choice)
+            self._unread_deltas.append(delta)
+            self.finished = delta.finish_reason is not None
+        else:
+            self._unread_tokens.append(sampled)
+            self.finished = self._ends(sampled.token, self.tokens)
+
+    def _ends(self, token: int, number: int) -> bool:
+        """Return whether a token ends the output, as that one of so many."""
+        if number >= self.prepared.max_tokens:
+            return True
+        return token in self.prepared.stop_token_ids and number > self._min_tokens
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens pushed since the last call of `take_delta`."""
+        return len(self._unread_tokens) + len(self._unread_deltas)
+
+    def take_delta(self) -> Delta:
+        """Return what was added since the last call, from the thread of the stream: the worker may
+        push meanwhile. Raises the failure of writing the text."""
+        if self._writes_at_once:
+            deltas = self._unread_deltas[:]
+            del self._unread_deltas[: len(deltas)]
+            delta = deltas[0] if deltas else Delta(self.choice)
+            for later in deltas[1:]:
+                delta.merge(later)
+            return delta
+        tokens = self._unread_tokens[:]
+        del self._unread_tokens[: len(tokens)]
+        try:
+            self._write_all(tokens)
+        except BaseException as error:  # a panic in a Rust library is not an Exception
+            raise failure_of(error) from error
+        delta, self._delta = self._delta, Delta(self.choice)
+        return delta
+
+    # ── text ──
+
+    def _write_all(self, sampled: list[SampledToken]) -> None:
+        """Write the text of tokens. Those of plain text, before the end, are decoded together."""
+        plain = sampled
+        if sampled and self._ends(sampled[-1].token, self._written + len(sampled)):
+            plain = sampled[:-1]
+        if len(plain) < 2 or not self._write_plain([s.token for s in plain]):
+            plain = []
+        for token in sampled[len(plain) :]:
+            self._write(token)
+
+    def _write_plain(self, tokens: list[int]) -> bool:
+        """Write the text of tokens, unless a delimiter may begin in it."""
+        parser, detokenizer = self._parser, self._detokenizer
+        if parser:
+            if not parser.is_plain(""):
+                return False
+            detokenizer = copy.copy(detokenizer)
+        text = detokenizer.push_all(tokens)
+        if parser and not parser.is_plain(text):
+            return False
+        self._detokenizer = detokenizer
+        self._written += len(tokens)
+        self._delta.tokens += len(tokens)
+        if self.request.token_ids:
+            self._delta.token_ids += tokens
+        self._parse(TextSpan(text))
+        if parser and parser.phase == "reasoning":
+            self._delta.reasoning_tokens += len(tokens)
+        return True
+
+    def _write(self, sampled: SampledToken) -> None:
+        """Write the text of the next token."""
+        token, parser, constraints = sampled.token, self._parser, self.constraints
+        self._written += 1
         self._delta.tokens += 1
         if self.request.token_ids:
             self._delta.token_ids.append(token)
         reasoning = parser is not None and parser.phase == "reasoning"
         if constraints:
             constraints.accept_token(token)
-        if self.sampling.processes_logits:
-            self.sampling.accept(token)
-        if token in self.prepared.stop_token_ids and self.tokens > self._min_tokens:
+        if token in self.prepared.stop_token_ids and self._written > self._min_tokens:
             if self.request.stopping.includes_stop:
                 self._parse(self._span(self._detokenizer.push(token), sampled))
             self._finish("stop", self.prepared.stop_token_ids[token], sampled)
             return
         text = self._detokenizer.push(token)
-        last = self.tokens >= self.prepared.max_tokens
+        last = self._written >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush(cut=True)
         self._parse(self._span(text, sampled))
@@ -235,11 +325,6 @@ class SequenceOutput:
         elif last:
             self._finish("length", None, sampled)
 
-    def take_delta(self) -> Delta:
-        """Return what was added since the last call."""
-        delta, self._delta = self._delta, Delta(self.choice)
-        return delta
-
     @property
     def _matched(self) -> str | None:
         """The stop string in the content, if one is complete."""
@@ -252,7 +337,7 @@ class SequenceOutput:
         if self._stop_strings is None:
             return False
         pending = self._parser.trailing_space if self._parser else ""
-        counts = self.tokens > self._min_tokens
+        counts = self._written > self._min_tokens
         return self._matched is not None or (counts and self._stop_strings.ends_with(pending))
 
     def _span(self, text: str, sampled: SampledToken) -> TextSpan:
@@ -284,7 +369,7 @@ class SequenceOutput:
 
     def _add_content(self, span: TextSpan) -> None:
         """Show the content, except for an end that may become a stop string."""
-        if self._stop_strings and self.tokens > self._min_tokens:
+        if self._stop_strings and self._written > self._min_tokens:
             span = self._stop_strings.push(span)
         self._show(span)
 
@@ -321,7 +406,6 @@ class SequenceOutput:
         called = reason == "stop" and self._parser is not None and self._parser.calls_started
         self._delta.finish_reason = "tool_calls" if called else reason
         self._delta.stop_reason = stop
-        self.finished = True
 
 
 class StopStrings:
