@@ -48,7 +48,14 @@ from worker.messages.protocol import (
     TextModel,
 )
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, TokenMask, sample
+from worker.model.sampler import (
+    SampledToken,
+    SamplerOutput,
+    SamplingInputs,
+    SamplingRow,
+    TokenMask,
+    sample,
+)
 
 if TYPE_CHECKING:
     from worker.backends.cached_runner import CachedRunner
@@ -119,6 +126,7 @@ class GenerationEngine:
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
         self._pending_masks: dict[Sequence, PendingMask] = {}  # until a token is sampled with them
         self._in_flight: InFlightStep | None = None
+        self._sampling_inputs: SamplingInputs | None = None  # of the last step
         self._results_at = 0.0  # when the last step's results were processed
         self._ran = 0  # sequences in that step
         # of the current call of `step`
@@ -344,7 +352,8 @@ class GenerationEngine:
             logits = self._forward(batch)
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
         mask = self._token_mask(constrained) if constrained else None
-        sampled = sample(logits[batch.scored :], rows, mask)
+        sampled = sample(logits[batch.scored :], rows, mask, self._sampling_inputs)
+        self._sampling_inputs = sampled.inputs
         for _, chunk in constrained:
             if not chunk.deferred:
                 del self._pending_masks[chunk.sequence]
@@ -389,9 +398,10 @@ class GenerationEngine:
                     masks[sequence] = self._masks.pending(request)
                 if sequence in masks:
                     constrained.append((len(rows), chunk))
+            rows.append(SamplingRow(output.sampling, output.tokens))
             rows += [
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
-                for n in range(chunk.to_sample)
+                for n in range(1, chunk.to_sample)
             ]
         self._start_masks()
         return rows, constrained
@@ -461,7 +471,7 @@ class GenerationEngine:
         self, chunk: Chunk, scores: list[SampledToken], sampled: list[SampledToken]
     ) -> None:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
-        if any(score.token < 0 for score in (*sampled[:1], *scores)):
+        if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is not a number")
         output.item.progress_at = time.monotonic()
         if chunk.is_prefill:
