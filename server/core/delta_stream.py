@@ -196,6 +196,8 @@ class TokenStream(DeltaStream[Delta]):
                 self._fail(error)
                 return
             self.context.use_tokens(delta.prompt_tokens + delta.tokens)
+            if not (delta.tokens or delta.finish_reason):
+                continue  # its end was read before it was pushed
             if (written := self._choices.setdefault(choice, delta)) is not delta:
                 written.merge(delta)
 
@@ -209,11 +211,8 @@ class TokenStream(DeltaStream[Delta]):
         """Return one delta per choice, in order."""
         self._write()
         self.unfinished = self._num_choices - len(self._ended)
-        choices, self._choices = self._choices, {}
-        # One that ends may have been read before its end was pushed: nothing is left then.
-        deltas = [
-            choices[n] for n in sorted(choices) if choices[n].tokens or choices[n].finish_reason
-        ]
+        deltas = [self._choices[choice] for choice in sorted(self._choices)]
+        self._choices = {}
         for delta in deltas:
             self.usage.count(delta)
         return deltas

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.tiny_tokenizers import SENTENCES, bert_tokenizer, hf, llama_tokenizer
-from worker.engines.generation.output import StopStrings
 from worker.text.detokenizer import (
     CONTEXT,
     MAX_INCOMPLETE,
@@ -23,6 +22,7 @@ from worker.text.detokenizer import (
     TextSpan,
     Vocabulary,
 )
+from worker.text.stop_strings import StopStrings
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 TEXTS = (

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.model import sampler
+from worker.model.logit_changes import process_logits
 from worker.model.sampler import (
     AHEAD,
     BLOCK,
@@ -22,7 +23,6 @@ from worker.model.sampler import (
     SamplingRow,
     SamplingState,
     TokenMask,
-    process_logits,
     prompt_logprobs,
     uniform,
     uniforms,

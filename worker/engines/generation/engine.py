@@ -48,19 +48,13 @@ from worker.messages.protocol import (
     TextModel,
 )
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import (
-    SampledToken,
-    SamplerOutput,
-    SamplingInputs,
-    SamplingRow,
-    TokenMask,
-    sample,
-)
+from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, TokenMask, sample
 
 if TYPE_CHECKING:
     from worker.backends.cached_runner import CachedRunner
     from worker.grammar.bitmask import PendingMask
     from worker.grammar.compiler import Grammar
+    from worker.model.sampler import SamplingInputs
     from worker.vision.encoder_scheduler import EncoderScheduler
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
@@ -132,7 +126,7 @@ class GenerationEngine:
         # of the current call of `step`
         self._step_started = 0.0
         self._counts: Counter[str] = Counter()  # fields of StepReport
-        self._deltas: list[tuple[WorkItem, DeltaSource]] = []
+        self._deltas: dict[DeltaSource, WorkItem] = {}  # choices with news, each once
 
     def _new_encoder_scheduler(self) -> "EncoderScheduler | None":
         runner, preprocessor = self.runner, self.input_processor.media_preprocessor
@@ -268,7 +262,7 @@ class GenerationEngine:
 
     def step(self, idle_since: float = 0.0) -> StepOutcome[DeltaSource]:
         self._step_started = time.monotonic()
-        self._counts, self._deltas = Counter(), []
+        self._counts, self._deltas = Counter(), {}
         self._drop_cancelled()
         if chunks := self._schedule():
             for of_form in _by_form(chunks):
@@ -496,7 +490,7 @@ class GenerationEngine:
         if output.finished:
             self.scheduler.remove(sequence)
         if output.finished or not len(tokens) < output.unread < MAX_UNREAD:
-            self._deltas.append((output.item, output))
+            self._deltas[output] = output.item
 
     def _learn_times(self, step: InFlightStep) -> None:
         """Record the step's time, counted from when the device could start it."""
@@ -518,7 +512,8 @@ class GenerationEngine:
         if self._encoder_scheduler:
             self._encoder_scheduler.release_prefilled(self.scheduler)
         report = self._report()
-        deltas = [(item, output) for item, output in self._deltas if item not in self._failed]
+        news = self._deltas.items()
+        deltas = [(item, output) for output, item in news if item not in self._failed]
         ending = dict.fromkeys(item for item, output in deltas if output.finished)
         finished = [
             item for item in ending if all(self._outputs[s].finished for s in self.live[item])

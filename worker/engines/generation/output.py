@@ -13,8 +13,7 @@ sequences run, in batching/scheduler.py.
 
 import copy
 from collections import abc
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,11 +25,13 @@ from worker.error_classification import failure_of
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
-from worker.text.detokenizer import CONTEXT, TextSpan, Tokens, TokenSpan, Vocabulary
+from worker.text.detokenizer import CONTEXT, TextSpan, Vocabulary
 from worker.text.parser import OutputEvent, OutputParser
 
 if TYPE_CHECKING:
+    from worker.engines.generation.content_logprobs import ContentLogprobs
     from worker.grammar.constraints import ConstraintState, OutputConstraints
+    from worker.text.stop_strings import StopStrings
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
 
@@ -144,15 +145,20 @@ class SequenceOutput:
         self.request = request
         self._min_tokens = request.stopping.min_tokens or 0
         stop = (*request.stopping.stop, *prepared.stop)
-        self._stop_strings = StopStrings(stop, request.stopping.includes_stop) if stop else None
+        self._stop_strings: StopStrings | None = None
+        if stop:
+            from worker.text import stop_strings
+
+            self._stop_strings = stop_strings.StopStrings(stop, request.stopping.includes_stop)
         self._logprobs: ContentLogprobs | None = None
         if prepared.params.logprobs is not None:
-            self._logprobs = ContentLogprobs(vocabulary)
+            from worker.engines.generation import content_logprobs
+
+            self._logprobs = content_logprobs.ContentLogprobs(vocabulary)
         self._echo = echo
         self._prompt_logprobs: list[TokenLogprob] = []  # of its leading tokens, those scored
         if echo and echo.token_texts:
-            first = SampledToken(prepared.ids[0], None, ())
-            self._prompt_logprobs.append(token_logprob(vocabulary, first, echo.token_texts[0]))
+            self._add_prompt_logprobs([SampledToken(prepared.ids[0], None, ())])
         self._single_call = request.tool_policy is not None and not request.tool_policy.parallel
         self._calls = 0  # tool calls that have started
         # The text may end the output, takes long, or is the prompt's: it is written at once.
@@ -174,6 +180,11 @@ class SequenceOutput:
 
     def add_prompt_scores(self, scores: abc.Sequence[SampledToken]) -> None:
         """Add the scores of the prompt's next tokens."""
+        self._add_prompt_logprobs(scores)
+
+    def _add_prompt_logprobs(self, scores: abc.Sequence[SampledToken]) -> None:
+        from worker.engines.generation.content_logprobs import token_logprob
+
         assert self._echo is not None
         scored = len(self._prompt_logprobs)
         texts = self._echo.token_texts[scored : scored + len(scores)]
@@ -406,113 +417,3 @@ class SequenceOutput:
         called = reason == "stop" and self._parser is not None and self._parser.calls_started
         self._delta.finish_reason = "tool_calls" if called else reason
         self._delta.stop_reason = stop
-
-
-class StopStrings:
-    """Finds stop strings in a text that comes in spans, wherever it is cut.
-
-    The stop that is complete first wins, as if the text came character by character; of several
-    complete at the same character, the one that begins first (the longest).
-    """
-
-    def __init__(self, stops: Collection[str], shows_match: bool = False) -> None:
-        """`stops`: none of them empty. The text before a match is shown, the rest is not;
-        `shows_match`: the match is."""
-        self.matched: str | None = None
-        self._shows_match = shows_match
-        self._stops = tuple(stops)
-        self._first_chars = frozenset(stop[0] for stop in stops)
-        self._max_length = max(map(len, stops), default=0)
-        self._pending = TextSpan("")
-
-    def push(self, span: TextSpan) -> TextSpan:
-        """Return what may be shown now, without an end that may become a stop string."""
-        if self.matched is not None:
-            return TextSpan("")
-        if not self._pending.text and self._first_chars.isdisjoint(span.text):
-            return span
-        self._pending.append(span)
-        text = self._pending.text
-        matches = [
-            (start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := text.find(stop)) >= 0
-        ]
-        if matches:
-            end, start, self.matched = min(matches)
-            shown = self._pending.take(end if self._shows_match else start)
-            self._pending = TextSpan("")
-            return shown
-        start = max(0, len(text) - self._max_length + 1)
-        while not any(stop.startswith(text[start:]) for stop in self._stops):
-            start += 1
-        return self._pending.take(start)
-
-    def ends_with(self, text: str) -> bool:
-        """Return whether a stop string is complete once this text follows."""
-        return any(stop in self._pending.text + text for stop in self._stops)
-
-    def flush(self) -> TextSpan:
-        """Return what is pending, when the content ends without a stop string."""
-        return self._pending.take(len(self._pending.text))
-
-
-class ContentLogprobs:
-    """The log-probabilities of tokens whose text is shown as content, as far as it is shown."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._without_text: list[TokenLogprob] = []  # parts of a character that is not complete
-        self._last: Tokens | None = None  # those of the last text
-        self._shown: Tokens | None = None  # the last whose text is shown to its end
-        self._open: Tokens | None = None  # those whose text is shown in part
-        self._open_text = ""  # that part
-
-    def span(self, text: str, sampled: SampledToken) -> TextSpan:
-        """Return the text that a token completes, with its tokens."""
-        self._without_text.append(token_logprob(self._vocabulary, sampled, text))
-        if not text:
-            return TextSpan("")
-        tokens, self._without_text = tuple(self._without_text), []
-        self._last = tokens
-        return TextSpan(text, [TokenSpan(text, tokens)])
-
-    def rest(self, text: str, sampled: SampledToken) -> TextSpan:
-        """Return the pending text at the end. It belongs to the last token without text, or else to
-        `sampled`."""
-        if not self._without_text:
-            return self.span(text, sampled)
-        *others, last = self._without_text
-        self._without_text, self._last = [], (*others, replace(last, text=text))
-        return TextSpan(text, [TokenSpan(text, self._last)])
-
-    def show(self, span: TextSpan) -> Iterator[TokenLogprob]:
-        """Yield the tokens whose text is complete with this span."""
-        for part in span.token_spans:
-            if part.tokens is not self._open:
-                yield from self.close()
-                self._open, self._open_text = part.tokens, ""
-            self._open_text += part.text
-            if part.ends_token:
-                self._shown = part.tokens
-                yield from self.close()
-
-    def finish(self) -> Iterator[TokenLogprob]:
-        """Yield the tokens without text at the end, after the content before them."""
-        if self._last is self._shown:
-            yield from self._without_text
-
-    def close(self) -> Iterator[TokenLogprob]:
-        """Yield the token that is shown in part, if there is one: the rest of it never will be."""
-        if self._open is not None:
-            *others, token = self._open
-            text = self._open_text
-            yield from others
-            yield token if text == token.text else replace(token, text=text, raw=text.encode())
-            self._open = None
-
-
-def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    raw = vocabulary.token(sampled.token)[1]
-    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
-    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)
