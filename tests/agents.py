@@ -43,4 +43,4 @@ class ScriptedGenerator(FakeGenerator):
         self.payloads.append(payload)
         number = sum(message["role"] == "tool" for message in payload.prompt.messages)
         turn = self.turns[min(number, len(self.turns) - 1)] if payload.prompt.tools else ["Done"]
-        self.running.append(Running(item, "scripted", [Choice([*turn])]))
+        self.running.append(Running(item, "scripted", [Choice(0, words=[*turn])]))

@@ -41,6 +41,32 @@ from worker.messages.protocol import (
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
+
+@dataclass(eq=False)
+class DeltaQueue:
+    """A choice whose deltas are queued until they are taken."""
+
+    choice: int
+    finished: bool = False
+    deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def unread(self) -> int:
+        return len(self.deltas)
+
+    def push(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.finished = delta.finish_reason is not None
+
+    def take_delta(self) -> Delta:
+        taken = self.deltas[:]
+        del self.deltas[: len(taken)]
+        whole = taken[0] if taken else Delta(self.choice)
+        for delta in taken[1:]:
+            whole.merge(delta)
+        return whole
+
+
 WORDS = ["Hello", " there", ",", " wörld", "!"]
 VOCAB_SIZE = 1000
 BIG_WORDS = 60
@@ -50,11 +76,14 @@ class FakeWeights:
     nbytes = 1000
 
 
-@dataclass
-class Choice:
-    words: list[str] | None  # None: no end
+@dataclass(eq=False)
+class Choice(DeltaQueue):
+    words: list[str] | None = None  # None: no end
     sent: int = 0  # words
-    done: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.finished
 
 
 @dataclass
@@ -149,7 +178,8 @@ class FakeGenerator:
         self.payloads.append(payload)
         self.priorities.append(item.owner.priority)
         prompt: str = item.prepared
-        choices = [Choice(script(prompt)) for _ in range(payload.n)]
+        first = getattr(payload, "first_choice", 0)
+        choices = [Choice(first + n, words=script(prompt)) for n in range(payload.n)]
         for number, choice in enumerate(choices):
             if payload.n > 1 and choice.words is not None:
                 choice.words.insert(0, f"{number}:")
@@ -197,8 +227,8 @@ class FakeGenerator:
             return
         for number, choice in enumerate(request.choices):
             if not choice.done:
-                delta = next_delta(payload, request, number, choice)
-                outcome.deltas.append((request.item, delta))
+                choice.push(next_delta(payload, request, number, choice))
+                outcome.deltas.append((request.item, choice))
         if all(choice.done for choice in request.choices):
             self.running.remove(request)
             outcome.done.append((request.item, None))
@@ -237,9 +267,9 @@ def script(prompt: str) -> list[str] | None:
 
 def next_delta(payload: Any, request: Running, number: int, choice: Choice) -> Delta:
     if isinstance(payload, DecisionInput):
-        choice.done, options = True, len(payload.questions[number].options)
+        options = len(payload.questions[number].options)
         return Delta(number, finish_reason="stop", probabilities=[1 / options] * options)
-    delta = Delta(payload.first_choice + number)
+    delta = Delta(choice.choice)
     if choice.sent == 0:
         if number == 0:
             delta.prompt_tokens, delta.cached_tokens = len(request.prompt), 2
@@ -260,7 +290,7 @@ def next_delta(payload: Any, request: Running, number: int, choice: Choice) -> D
     max_tokens = payload.stopping.max_tokens
     max_tokens = payload.stopping.default_tokens if max_tokens is None else max_tokens
     if max_tokens == 0:
-        choice.done, delta.finish_reason = True, "length"
+        delta.finish_reason = "length"
         return delta
     word = (
         choice.words[choice.sent] if choice.words else "x" * (100_000 * (request.prompt == "big"))
@@ -282,7 +312,7 @@ def next_delta(payload: Any, request: Running, number: int, choice: Choice) -> D
         delta.logprobs.append(logprob(word, payload.sampling.logprobs))
     if finish == "stop" and any(is_call(text) for text in choice.words or ()):
         finish = "tool_calls"
-    choice.done, delta.finish_reason = finish is not None, finish
+    delta.finish_reason = finish
     return delta
 
 

@@ -173,7 +173,8 @@ class Driver:
             assert others.event.wait(60)
             others.event.clear()
         assert isinstance(outcome.report, StepReport)
-        for item, delta in outcome.deltas:
+        deltas = [(item, output.take_delta()) for item, output in outcome.deltas]
+        for item, delta in deltas:
             served = self.served[item]
             assert item.open, "a delta for a cancelled request"
             assert not served.done, "a delta after the end"
@@ -190,7 +191,7 @@ class Driver:
                 assert len(served.deltas) == served.item.payload.n
                 assert all(delta.finish_reason for delta in served.deltas.values())
             self.ended.append(item)
-        self.deltas = [delta for _, delta in outcome.deltas]
+        self.deltas = [delta for _, delta in deltas]
         self.reports.append(outcome.report)
         return outcome.report
 

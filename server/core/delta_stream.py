@@ -1,21 +1,25 @@
 """The deltas of one request, buffered until its handler reads them.
 
     step → deltas → DeltaStream.push → DeltaStream.read → handler, at the client's pace
+    step → tokens, of which TokenStream.push hears → TokenStream.read: their text
 
 Runs on the event loop only. Submission (worker_client.py) submits and releases the work items.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
-from batching.errors import ClientGone, ItemFailed
+from batching.errors import ClientGone, ItemFailed, OnequeueError
 from server.core.worker_client import Submission
 from worker.messages.decisions import DecisionInput
-from worker.messages.deltas import Delta
+from worker.messages.deltas import MAX_UNREAD, Delta, DeltaSource
 from worker.messages.generation import GenerationInput
+
+log = logging.getLogger("onequeue.delta_stream")
 
 D = TypeVar("D")
 # Generated text may take this many times the longest time without progress.
@@ -91,7 +95,7 @@ class DeltaStream(Submission[None], Generic[D]):
         deltas = self.take()
         if self._end is None:
             self.arrival.clear()
-        elif not deltas:
+        elif self.unfinished and not deltas:
             raise self._end
         if deltas and not self.started:
             self.start()
@@ -145,7 +149,8 @@ class UsageCounts:
 class TokenStream(DeltaStream[Delta]):
     """The choices of all prompts of a request; `usage` counts the tokens that have been read.
 
-    Unread deltas of a choice are merged, so a slow reader takes no more memory than its text.
+    A choice's text is written when it is read, or for a slow reader at MAX_UNREAD tokens, so that
+    this takes no more memory than its text.
     """
 
     payloads: Sequence[GenerationInput | DecisionInput]
@@ -154,22 +159,47 @@ class TokenStream(DeltaStream[Delta]):
         super().__post_init__()
         self.usage = UsageCounts()
         self._num_choices = self.unfinished = sum(payload.n for payload in self.payloads)
-        self._choices: dict[int, Delta] = {}  # unread
+        self._sources: dict[int, DeltaSource] = {}  # choices with unread tokens
+        self._choices: dict[int, Delta] = {}  # their text, as far as it is written
+        self._ended: set[int] = set()  # choices
         self._is_read = False  # part by part
 
-    def push(self, delta: Delta) -> None:
-        if self.context.key.tokens:
-            self.context.use_tokens(delta.prompt_tokens + delta.tokens)
-        if (unread := self._choices.setdefault(delta.choice, delta)) is not delta:
-            unread.merge(delta)
-        if self._is_read and self.started and delta.finish_reason is None:
+    def push(self, source: DeltaSource) -> None:  # type: ignore[override]  # in place of deltas
+        """Record that a choice has unread tokens, or has ended."""
+        self._sources[source.choice] = source
+        if source.finished:
+            self._ended.add(source.choice)
+        if not source.unread and len(self._ended) < self._num_choices:
+            return  # read meanwhile: a reader with nothing to read would send a comment
+        if source.unread >= MAX_UNREAD:
+            self._write()
+        if self._is_read and self.started and not source.finished:
             self.worker_client.wake_reader(self._wake)
         else:
             self.arrival.set()
 
     def _wake(self) -> None:
-        if self._choices:  # else another choice's end has woken the reader meanwhile
+        if self._sources or self._choices:  # else the end of another choice has woken the reader
             self.arrival.set()
+
+    def _write(self) -> None:
+        """Write the text of unread tokens. A failure ends the request."""
+        sources, self._sources = self._sources, {}
+        for choice, source in sources.items():
+            try:
+                delta = source.take_delta()
+            except OnequeueError as error:
+                cause = error.__cause__ or error
+                log.warning("generation failed id=%s error=%.200r", self.context.request_id, cause)
+                self._end = error
+                self._ended.discard(choice)
+                self._fail(error)
+                return
+            self.context.use_tokens(delta.prompt_tokens + delta.tokens)
+            if not (delta.tokens or delta.finish_reason):
+                continue  # its end was read before it was pushed
+            if (written := self._choices.setdefault(choice, delta)) is not delta:
+                written.merge(delta)
 
     async def read(self) -> list[Delta]:
         if not self._is_read:
@@ -179,11 +209,12 @@ class TokenStream(DeltaStream[Delta]):
 
     def take(self) -> list[Delta]:
         """Return one delta per choice, in order."""
+        self._write()
+        self.unfinished = self._num_choices - len(self._ended)
         deltas = [self._choices[choice] for choice in sorted(self._choices)]
         self._choices = {}
         for delta in deltas:
             self.usage.count(delta)
-            self.unfinished -= delta.finish_reason is not None
         return deltas
 
     def start(self) -> None:
@@ -194,6 +225,7 @@ class TokenStream(DeltaStream[Delta]):
         self.record.first_token_at = self._started_at
 
     def close(self) -> None:
+        self._write()  # counts all tokens against the limit of the key
         self.worker_client.readers -= self._is_read
         if self.started and self.ended_at and self.usage.completion > self._num_choices:
             tokens = self.usage.completion / self._num_choices

@@ -30,7 +30,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 
 CHOICE_METHODS: dict[str, Callable[[Any], Any]] = {
     "start": lambda choice: choice,
     "push": lambda choice: choice,
-    "take_delta": lambda choice: choice,
     "_detokenizer.push": lambda choice: choice._detokenizer,
     "_parser.feed": lambda choice: choice._parser,
     "_stop_strings.push": lambda choice: choice._stop_strings,
@@ -143,6 +142,16 @@ def test_an_error_in_one_choice_fails_its_request_alone(
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, wanted)
         *_, last, _ = frames((first + b"".join(pieces)).decode())
     assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_text_that_is_read_fails_its_request_alone(
+    stage: Stage, error: type[BaseException]
+) -> None:
+    stage.poison("_detokenizer.push", error)
+    answer = stage.chat(POISON)
+    wanted = "out_of_memory" if error is MemoryError else "item_failed"
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, wanted)
 
 
 @pytest.mark.parametrize("error", ERRORS)

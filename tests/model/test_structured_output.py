@@ -619,8 +619,8 @@ def test_cached_runner_constrains_too() -> None:
     while generator.busy:
         outcome = generator.step()
         assert not any(error for _, error in outcome.done)
-        for receiver, delta in outcome.deltas:
-            texts[receiver] += delta.parts
+        for receiver, output in outcome.deltas:
+            texts[receiver] += output.take_delta().parts
     for item, one in zip(items, paged, strict=True):
         joined = "".join(part.text for part in texts[item])
         assert joined == "".join(part.text for part in one.choices[0].parts)

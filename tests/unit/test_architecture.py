@@ -72,12 +72,15 @@ OPTIONAL = (
     "worker/adapter_folder",
     "worker/backends",
     "worker/engines/embedding",
+    "worker/engines/generation/content_logprobs",
     "worker/engines/generation/decisions",
     "worker/engines/generation/text_pipeline",
     "worker/engines/speech",
     "worker/grammar",
     "worker/model/compiling",
+    "worker/model/logit_changes",
     "worker/model/multimodal_batch",
+    "worker/text/stop_strings",
     "worker/vision",
 )
 # A switch of the layers in worker/backends/cpu, not the layers.

@@ -23,6 +23,7 @@ from server.core.worker_client import (
     Submission,
     WorkerClient,
 )
+from tests.fake_generator import DeltaQueue
 from worker.messages.deltas import Delta
 
 NO_LIMITS = Deadlines(math.inf, math.inf)
@@ -154,14 +155,18 @@ def test_the_first_and_the_last_token_of_a_stream_do_not_wait() -> None:
             reading = asyncio.create_task(stream.read())
             await asyncio.sleep(0)
             assert client.readers == 1
-            stream.push(Delta(0, tokens=1))
+            choice = DeltaQueue(0)
+            choice.push(Delta(0, tokens=1))
+            stream.push(choice)
             assert [delta.tokens for delta in await reading] == [1]
             assert not waiting
             for _ in range(2):
-                stream.push(Delta(0, tokens=1))
+                choice.push(Delta(0, tokens=1))
+                stream.push(choice)
             assert len(set(waiting)) == 1
             assert not stream.arrival.is_set()
-            stream.push(Delta(0, tokens=1, finish_reason="stop"))
+            choice.push(Delta(0, tokens=1, finish_reason="stop"))
+            stream.push(choice)
             stream.items[0].resolve(None)
             assert [delta.tokens for delta in await stream.read()] == [3]
         assert client.readers == 0
@@ -176,15 +181,30 @@ def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
         waiting = list[Callable[[], None]]()
         client = client_of(readers=0, wake_reader=waiting.append)
         with token_stream(client, choices=2) as stream:
-            stream.push(Delta(0, tokens=1))
+            one, two = DeltaQueue(0), DeltaQueue(1)
+            one.push(Delta(0, tokens=1))
+            stream.push(one)
             await stream.read()
-            stream.push(Delta(0, tokens=1))
-            stream.push(Delta(1, tokens=1, finish_reason="stop"))
+            one.push(Delta(0, tokens=1))
+            two.push(Delta(1, tokens=1, finish_reason="stop"))
+            stream.push(one)
+            stream.push(two)
             assert [delta.choice for delta in await stream.read()] == [0, 1]
             waiting.pop()()
             assert not stream.arrival.is_set()
-            stream.push(Delta(0, tokens=1))
+            one.push(Delta(0, tokens=1))
+            stream.push(one)
             waiting.pop()()
             assert stream.arrival.is_set()
+            await stream.read()
+            stream.push(one)  # of a token that was read meanwhile
+            assert not waiting
+            assert not stream.arrival.is_set()
+            one.push(Delta(0, tokens=1, finish_reason="stop"))
+            stream.take()  # before the push
+            stream.push(one)
+            assert stream.arrival.is_set()
+            assert not await stream.read()
+            assert not stream.unfinished
 
     asyncio.run(read())

@@ -1,9 +1,11 @@
 """Streams equal the tokenizer's own decode, for every kind of tokenizer; stop strings equal a
 search of the whole text after each character."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.tiny_tokenizers import SENTENCES, bert_tokenizer, hf, llama_tokenizer
-from worker.engines.generation.output import StopStrings
 from worker.text.detokenizer import (
     CONTEXT,
     MAX_INCOMPLETE,
@@ -21,6 +22,7 @@ from worker.text.detokenizer import (
     TextSpan,
     Vocabulary,
 )
+from worker.text.stop_strings import StopStrings
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 TEXTS = (
@@ -205,6 +207,20 @@ def some_ids(kind: str) -> st.SearchStrategy[list[int]]:
     garbage = st.tuples(word, continuation, word).map(lambda x: [x[0], *x[1], x[2]])
     parts = st.one_of(other.map(lambda i: [i]), character, garbage)
     return st.lists(parts, max_size=15).map(lambda parts: [i for part in parts for i in part])
+
+
+@each_kind
+@given(data=st.data())
+def test_tokens_pushed_together_have_the_text_of_each(kind: str, data: st.DataObject) -> None:
+    context, ids = data.draw(some_ids(kind)), data.draw(some_ids(kind))
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=len(ids), max_size=len(ids)))
+    stream, rest, text = load(kind)[1].stream(context), iter(ids), ""
+    for size in sizes:
+        copied = copy.copy(stream)
+        copied.push_all(ids)  # without effect on the other
+        text += stream.push_all(islice(rest, size))
+    text += stream.push_all(rest)
+    assert text + stream.flush() == "".join(streamed(kind, context, ids))
 
 
 @each_kind

@@ -9,13 +9,13 @@ from transformers import GenerationConfig, GenerationMixin, WatermarkingConfig
 from transformers.generation import logits_process
 
 from worker.model import sampler
+from worker.model.logit_changes import process_logits
 from worker.model.logits_processors import CheckpointProcessors, NoRepeatedNgrams
 from worker.model.sampler import (
     SamplingParams,
     SamplingRow,
     SamplingState,
     TokenMask,
-    process_logits,
 )
 
 VOCABULARY, EOS, MAX_TOKENS = 200, [3, 7], 6

@@ -3,6 +3,7 @@
 import codecs
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ VOCABULARY = Vocabulary(TOKENIZER)
 BYTES = {id_: VOCABULARY.token(id_)[1] for id_ in range(len(TOKENIZER))}
 BEGIN, END = 0, 1  # special tokens, which have no text
 OK = len(TOKENIZER) - 1  # "ok\n"
+BYTE_F0, BYTE_9F = (next(i for i in BYTES if BYTES[i] == byte) for byte in (b"\xf0", b"\x9f"))
 FRAGMENTS = [
     "<think>", "\nhm,  ok\n", "</think>", "\n\n", "Hello  there. \n", " ", "  ", "é🚀", "日本",
     '<tool_call>\n{"name": "w", "arguments": {"city": "P <b"}}\n</tool_call>', "<tool_call>",
@@ -39,11 +41,13 @@ def output(
     output_format: Any = DEFAULT_OUTPUT_FORMAT,
     prefix: str = "",
     calls: bool = True,
+    context: Sequence[int] = (5,),
 ) -> SequenceOutput:
-    item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
+    item = request(context, replace(GREEDY, logprobs=logprobs), stop=stop)
+    item.payload = replace(item.payload, token_ids=True)
     parser = None if output_format is None else OutputParser(output_format, prefix, calls)
     params = SamplingParams(logprobs=logprobs)
-    prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
+    prepared = PreparedPrompt([*context], params, max_tokens, {END: None}, parser=parser)
     [result] = create_outputs(item, item.payload, prepared, VOCABULARY)
     result.start(0)
     return result
@@ -70,6 +74,46 @@ def delta_of(output: SequenceOutput, tokens: list[int], logprobs: bool = True) -
             break
     assert output.finished
     return whole
+
+
+def read_at(
+    choice: SequenceOutput, tokens: list[int], chance: random.Random, often: float
+) -> Delta:
+    """Push these tokens, of which the last ends the choice; read after some of them."""
+    whole, unread = Delta(0), 0
+    for number, token in enumerate(tokens):
+        choice.push(SampledToken(token, float(number), ()))
+        unread += 1
+        assert choice.finished == (number == len(tokens) - 1)
+        assert choice.unread == unread
+        if choice.finished or chance.random() < often:
+            whole.merge(choice.take_delta())
+            unread = 0
+    return whole
+
+
+@pytest.mark.parametrize("has_parser", [True, False])
+@pytest.mark.parametrize("context", [[5], [BYTE_F0, BYTE_9F]])
+def test_text_does_not_depend_on_when_it_is_read(context: list[int], has_parser: bool) -> None:
+    """Of random tokens, which may end in an emoji: read after each, after several, or written at
+    once, since a stop string might end it."""
+    chance = random.Random(len(context))
+    parsing: dict[str, Any] = {} if has_parser else {"output_format": None}
+    for _ in range(100):
+        text = "".join(chance.choices([*FRAGMENTS, "👩‍🚀", "é🚀"], k=chance.randrange(1, 8)))
+        tokens = tokens_of(text, chance)
+        for special in chance.choices([BEGIN, 2, 3, len(TOKENIZER) + 9], k=chance.randrange(3)):
+            tokens.insert(chance.randrange(len(tokens) + 1), special)
+        tokens = tokens[: chance.randrange(1, len(tokens) + 1)]
+        limit = len(tokens)
+        if chance.random() < 0.5:
+            tokens, limit = [*tokens, END], limit + 2
+        logprobs, deltas = chance.choice([None, None, 0]), []
+        for often, stop in ((1, ("never",)), (1, ()), (0.3, ()), (0, ())):
+            choice = output(limit, stop, logprobs, context=context, **parsing)
+            deltas.append(read_at(choice, tokens, chance, often))
+        assert deltas[0].tokens == len(tokens)
+        assert all(delta == deltas[0] for delta in deltas)
 
 
 def assert_of_their_tokens(entries: list[TokenLogprob], tokens: list[int]) -> None:

@@ -14,16 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.model import sampler
+from worker.model.logit_changes import process_logits
 from worker.model.sampler import (
+    AHEAD,
     BLOCK,
     SampledToken,
     SamplingParams,
     SamplingRow,
     SamplingState,
     TokenMask,
-    process_logits,
     prompt_logprobs,
     uniform,
+    uniforms,
 )
 
 WIDE = 20_000  # needs blocks of candidates, two widenings and a full sort
@@ -192,6 +194,31 @@ def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
     swapped[0, 9000] += 1e-6
     rows = [row(i, top_p=0.95) for i in range(100)]
     assert tokens(logits.expand(100, -1), rows) == tokens(swapped.expand(100, -1), rows)
+
+
+def test_the_same_rows_step_after_step_are_sampled_as_alone() -> None:
+    """Their inputs are reused, with numbers that are computed ahead, until a row leaves."""
+    logits, rows, inputs = normal(26, 700), mixed(26), None
+    for step in range(2 * AHEAD + 3):
+        if step == AHEAD + 5:
+            logits, rows = logits[1:], rows[1:]
+        output = sampler.sample(logits, rows, None, inputs)
+        assert output.read() == sample(logits, rows)
+        reused = inputs is not None and output.inputs._parameters is inputs._parameters
+        assert reused == (step not in (0, AHEAD + 5))
+        inputs = output.inputs
+        rows = [SamplingRow(row.state, row.position + 1) for row in rows]
+
+
+def test_numbers_of_several_positions_are_those_of_each() -> None:
+    chance = random.Random(0)
+    seeds = [0, 1, 2**63, 2**64 - 1, *(chance.randrange(2**64) for _ in range(40))]
+    rows = [row(chance.randrange(2**20), n % 5, seed=seed) for n, seed in enumerate(seeds)]
+    for step, numbers in enumerate(uniforms(rows, 9).tolist()):
+        assert numbers == [
+            uniform(seed, n % 5, r.position + step)
+            for n, (seed, r) in enumerate(zip(seeds, rows, strict=True))
+        ]
 
 
 @pytest.mark.parametrize("kind", MIXED)

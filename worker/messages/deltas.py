@@ -1,14 +1,15 @@
-"""Deltas: the additions of one generation step to one choice.
+"""Deltas: the additions to one choice since its reader last asked.
 
-The worker's thread creates them (engines/generation/output.py), the event loop sends them.
+The worker's thread adds tokens, the event loop takes deltas (engines/generation/output.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Kind = Literal["content", "reasoning", "call"]
+MAX_UNREAD = 64  # tokens: no reader leaves more, as their text takes time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +95,18 @@ class Delta:
         self.cached_tokens += later.cached_tokens
         self.audio_tokens += later.audio_tokens
         self.token_ids += later.token_ids
+
+
+class DeltaSource(Protocol):
+    """A choice as the event loop sees it. It hears of the first unread token, of the end, and of
+    each token from MAX_UNREAD unread ones on."""
+
+    choice: int
+    finished: bool  # no token follows the unread ones; set once the last one is there
+
+    @property
+    def unread(self) -> int:
+        """The number of unread tokens."""
+
+    def take_delta(self) -> Delta:
+        """Return what was added since the last call. Raises an OnequeueError."""

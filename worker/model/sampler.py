@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batching.sequence import TokenIds
@@ -27,6 +27,7 @@ from worker.device.async_copy import AsyncCopy, to_device
 BLOCK = 128
 # Number of largest logits that a row is sampled from first, and its factor where they are too few.
 CANDIDATES, WIDEN_FACTOR = 64, 8
+AHEAD = 32  # steps whose random numbers are computed together
 MIN_TEMPERATURE = 1e-6  # keeps the division by it within float32
 
 # ── parameters ──
@@ -183,44 +184,119 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (x >> 11) * 2.0**-53
 
 
+def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
+    """Return the numbers [count, R] of rows at their positions and the ones after, as `uniform`."""
+    mask, low = 2**64 - 1, np.uint64(2**32 - 1)
+    factor = np.uint64(0xD2B74407B1CE6E93)
+    factor_low, factor_high, half = factor & low, factor >> np.uint64(32), np.uint64(32)
+    parts = [(r.position & mask, r.state.choice & mask, r.state.params.seed & mask) for r in rows]
+    first, choices, key = np.array(parts, np.uint64).T
+    x, y = first + np.arange(count, dtype=np.uint64)[:, None], choices
+    for _ in range(10):
+        x_low, x_high = x & low, x >> half
+        middle, other = x_high * factor_low, x_low * factor_high
+        carry = (x_low * factor_low >> half) + (middle & low) + (other & low)
+        upper = x_high * factor_high + (middle >> half) + (other >> half) + (carry >> half)
+        x, y = upper ^ key ^ y, x * factor
+        key = key + np.uint64(0x9E3779B97F4A7C15)
+    numbers: NDArray[np.float64] = (x >> np.uint64(11)) * 2.0**-53
+    return numbers
+
+
 # ── sampling a step ──
+
+
+class SamplingInputs:
+    """What sampling a step needs of its rows, in part on the device. While the same outputs follow
+    each other, a step reuses those of the step before."""
+
+    def __init__(self, rows: Sequence[SamplingRow]) -> None:
+        self.rows = rows
+        self._states = [row.state for row in rows]
+        self._positions = [row.position for row in rows]
+        self._step = 0  # since the first one of these rows
+        self._parameters: Tensor | None = None  # of all steps
+        self._ahead: Tensor | None = None  # [AHEAD, R], numbers from a step on
+        params = [state.params for state in self._states]
+        self.kinds = list(map(_kind, params))
+        self.only_argmax = all(map(_takes_argmax, self._states))
+        self.processes_logits = any(state.processes_logits for state in self._states)
+        self.has_temperature = any(p.temperature not in (0.0, 1.0) for p in params)
+        # rows with log-probabilities, and the number of tokens to score beside the sampled one
+        self.logprobs = {
+            n: len(p.logprob_token_ids) or p.logprobs
+            for n, p in enumerate(params)
+            if p.logprobs is not None
+        }
+
+    def following(self, rows: Sequence[SamplingRow]) -> "SamplingInputs":
+        """Return the inputs of the rows of the next step."""
+        positions = [position + 1 for position in self._positions]
+        is_same = [row.position for row in rows] == positions
+        if not is_same or [row.state for row in rows] != self._states:
+            return SamplingInputs(rows)
+        inputs = copy.copy(self)
+        inputs.rows, inputs._positions, inputs._step = rows, positions, self._step + 1
+        return inputs
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the numbers [R] of the rows, and [5, R] their temperatures, top_p, top_k, min_p
+        and kinds. A greedy row is one with a top_k of 1 and the number 0."""
+        if self._parameters is None:
+            by_row = [
+                (1.0, 1.0, 1, 0.0, kind)
+                if kind is Kind.GREEDY
+                else (max(p.temperature, MIN_TEMPERATURE), p.top_p, p.top_k, p.min_p, kind)
+                for p, kind in zip((s.params for s in self._states), self.kinds, strict=True)
+            ]
+            self._parameters = to_device(np.array(by_row, np.float64).T, device)
+        if not self._step:
+            numbers = [
+                0.0 if kind is Kind.GREEDY else uniform(s.params.seed, s.choice, position)
+                for s, position, kind in zip(self._states, self._positions, self.kinds, strict=True)
+            ]
+            return to_device(np.array(numbers), device), self._parameters
+        if (index := (self._step - 1) % AHEAD) == 0 or self._ahead is None:
+            is_random = np.array(self.kinds) != Kind.GREEDY
+            self._ahead = to_device(uniforms(self.rows, AHEAD) * is_random, device)
+        return self._ahead[index], self._parameters
 
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor, rows: Sequence[SamplingRow], mask: TokenMask | None = None
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    mask: TokenMask | None = None,
+    before: SamplingInputs | None = None,
 ) -> "SamplerOutput":
-    """Sample one token for each row of logits [R, V], of any float dtype, on any device.
+    """Sample one token for each row of logits [R, V], of any float dtype, on any device. `before`:
+    the inputs of the step before.
 
     Order: logit bias and ban of stop tokens, repetition penalty, frequency and presence penalties,
     allowed tokens, processors, mask, warpers, temperature, min_p, top_k, top_p. This is vLLM's
     order; transformers applies min_p last. top_p is relative to the probability that min_p and
     top_k keep.
     """
-    only_argmax = mask is None and all(_takes_argmax(row.state) for row in rows)
-    raw = _blocked(logits, only_argmax)
+    inputs = before.following(rows) if before else SamplingInputs(rows)
+    raw = _blocked(logits, mask is None and inputs.only_argmax)
     scores = raw
-    if mask or any(row.state.processes_logits for row in rows):
+    if mask or inputs.processes_logits:
+        from worker.model.logit_changes import process_logits
+
         scores = process_logits(raw, rows, logits.shape[1], mask)
-    return SamplerOutput(raw, scores, rows)
+    return SamplerOutput(raw, scores, inputs)
 
 
 class SamplerOutput:
     """The tokens of a step. The next step can run on `tokens` [R] before they are read."""
 
-    def __init__(self, raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    def __init__(self, raw: Tensor, scores: Tensor, inputs: SamplingInputs) -> None:
         """`raw` and `scores` [R, N, BLOCK]: logits before and after processing, float32 unless all
         rows are greedy and none is scored."""
-        self._raw, self._blocks, self._rows = raw, scores, rows
-        self.tokens, too_few = _sample_rows(scores, rows, CANDIDATES)
+        self._raw, self._blocks, self.inputs = raw, scores, inputs
+        self.tokens, too_few = _sample_rows(scores, inputs, CANDIDATES)
         self._too_few = None if too_few is None else AsyncCopy(too_few)
-        params = [row.state.params for row in rows]
-        # rows with log-probabilities, and the number of tokens to score beside the sampled one
-        self._logprobs = {
-            n: len(p.logprob_token_ids) or p.logprobs
-            for n, p in enumerate(params)
-            if p.logprobs is not None
-        }
+        self._logprobs = inputs.logprobs
         self._start_copies()
 
     def _start_copies(self) -> None:
@@ -229,7 +305,7 @@ class SamplerOutput:
             index = to_device(list(self._logprobs), self.tokens.device)
             raw = self._raw if len(self._logprobs) == len(self._raw) else self._raw[index]
             top = max(self._logprobs.values())
-            given = [self._rows[n].state.params.logprob_token_ids for n in self._logprobs]
+            given = [self.inputs.rows[n].state.params.logprob_token_ids for n in self._logprobs]
             self._scores = AsyncCopy(_score_tokens(raw, self.tokens[index], top, given))
 
     @torch.inference_mode()
@@ -243,8 +319,9 @@ class SamplerOutput:
         changed = bool(pending)
         while pending:
             width *= WIDEN_FACTOR
-            index, rows = to_device(pending, self.tokens.device), [self._rows[n] for n in pending]
-            self.tokens[index], too_few = _sample_rows(self._blocks[index], rows, width)
+            index = to_device(pending, self.tokens.device)
+            inputs = SamplingInputs([self.inputs.rows[n] for n in pending])
+            self.tokens[index], too_few = _sample_rows(self._blocks[index], inputs, width)
             pending = [] if too_few is None else index[too_few].tolist()
         if changed:
             self._start_copies()
@@ -301,107 +378,6 @@ def _blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
     return blocked.view(rows, width // BLOCK, BLOCK)
 
 
-# ── logits processors ──
-
-Change: TypeAlias = tuple[int, ArrayLike, ArrayLike]  # row, token ids, one amount or one for each
-
-
-def process_logits(
-    raw: Tensor, rows: Sequence[SamplingRow], vocab_size: int, mask: TokenMask | None
-) -> Tensor:
-    """Return a copy of the logits [R, …] with bias, bans, penalties, processors and mask applied.
-
-    The first `vocab_size` values of a row are tokens. Return `raw` itself if nothing applies.
-    """
-    added: list[Change] = []
-    repeated: list[Change] = []
-    counted: list[Change] = []
-    masked = set(mask.rows) if mask else ()  # a grammar decides when these may stop
-    for n, row in enumerate(rows):
-        state, params = row.state, row.state.params
-        if params.logit_bias:
-            added.append((n, *state.bias))
-        if row.position < params.min_tokens and n not in masked:
-            # added, so that NaN stays NaN; later changes keep -inf
-            added.append((n, state.stop_token_ids, -np.inf))
-        if state.has_repetition_penalty or state.has_count_penalty:
-            output, counts = state.counts.with_drafts(row.drafted)
-            if state.has_repetition_penalty:
-                penalty = params.repetition_penalty
-                repeated += [(n, ids, penalty) for ids in (state.prompt, output)]
-            if state.has_count_penalty:
-                amounts = -params.presence_penalty - params.frequency_penalty * counts
-                counted.append((n, output, amounts))
-    with_processors = [n for n, row in enumerate(rows) if row.state.has_processors]
-    allowed = [n for n, row in enumerate(rows) if row.state.params.allowed_token_ids]
-    if not (added or repeated or counted or with_processors or allowed or mask):
-        return raw
-    scores = raw.clone(memory_format=torch.contiguous_format)
-    flat, row_size = scores.view(-1), scores[0].numel()
-    if added:
-        flat.index_add_(0, *_flat_changes(added, vocab_size, row_size, flat.device))
-    if repeated:
-        index, factor = _flat_changes(repeated, vocab_size, row_size, flat.device)
-        before = flat[index]  # a token in prompt and output is read and written twice: one change
-        flat[index] = torch.where(before < 0, before * factor, before / factor)
-    if counted:
-        flat.index_add_(0, *_flat_changes(counted, vocab_size, row_size, flat.device))
-    for n in allowed:
-        tokens, ids = scores[n].view(-1), to_device(rows[n].state.allowed_token_ids, scores.device)
-        kept = tokens[ids]
-        tokens.fill_(-torch.inf)[ids] = kept
-    banned: dict[int, Tensor] = {}
-    if mask:
-        masked_tokens = ~to_device(mask.tokens.numpy(), scores.device)
-        banned = dict(zip(mask.rows, masked_tokens, strict=True))
-        for n, row_banned in banned.items():
-            scores[n].view(-1)[:vocab_size].masked_fill_(row_banned, -torch.inf)
-    for n in with_processors:
-        _run_processors(scores[n].view(1, -1)[:, :vocab_size], rows[n], banned.get(n))
-    return scores
-
-
-def _run_processors(scores: Tensor, row: SamplingRow, banned: Tensor | None) -> None:
-    """Replace the masked scores [1, V] of a row by those that its processors and warpers return.
-
-    Processors that leave no token, of those that the mask allows, have no effect. Scores with a NaN
-    stay.
-    """
-    params, ids = row.state.params, to_device(row.ids, scores.device)[None]
-    processed = scores
-    for processor in params.processors:
-        processed = processor(ids, processed)
-    if banned is not None:
-        processed = processed.masked_fill(banned, -torch.inf)
-    processed = torch.where(processed.amax() > -torch.inf, processed, scores)
-    if params.warpers:
-        usable = processed.amax().isfinite()
-        warped = torch.where(usable, processed, 0.0)
-        for warper in params.warpers:
-            warped = warper(ids, warped)
-        processed = torch.where(usable, warped, processed)
-    scores.copy_(processed)
-
-
-def _flat_changes(
-    changes: Sequence[Change], vocab_size: int, row_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the indices into the flattened rows and the amounts, without ids out of range, which
-    would change another row."""
-    ids = np.concatenate([np.asarray(tokens, np.int64) for _, tokens, _ in changes])
-    counts = [np.size(tokens) for _, tokens, _ in changes]
-    rows = np.repeat([row for row, _, _ in changes], counts)
-    values = np.concatenate(
-        [
-            np.broadcast_to(np.asarray(amount, np.float32), count)
-            for (_, _, amount), count in zip(changes, counts, strict=True)
-        ]
-    )
-    valid = (ids >= 0) & (ids < vocab_size)
-    index = ids + rows * row_size
-    return to_device(index[valid], device), to_device(values[valid], device)
-
-
 # ── sampling rows ──
 
 
@@ -413,7 +389,7 @@ class Kind(IntEnum):
 
 
 def _sample_rows(
-    blocks: Tensor, rows: Sequence[SamplingRow], width: int
+    blocks: Tensor, inputs: SamplingInputs, width: int
 ) -> tuple[Tensor, Tensor | None]:
     """Sample a token for each row of scores [R, N, BLOCK].
 
@@ -422,7 +398,7 @@ def _sample_rows(
     """
     maxima = blocks.amax(-1)
     peak = maxima.amax(-1)  # NaN if the row has one
-    tokens, too_few = _sample_kinds(blocks, maxima, peak, rows, width)
+    tokens, too_few = _sample_kinds(blocks, maxima, peak, inputs, width)
     usable = peak - peak == 0  # finite
     return torch.where(usable, tokens, -1), None if too_few is None else too_few & usable
 
@@ -436,25 +412,21 @@ def _kind(params: SamplingParams) -> Kind:
 
 
 def _sample_kinds(
-    blocks: Tensor, maxima: Tensor, peak: Tensor, rows: Sequence[SamplingRow], width: int
+    blocks: Tensor, maxima: Tensor, peak: Tensor, inputs: SamplingInputs, width: int
 ) -> tuple[Tensor, Tensor | None]:
     """Sample rows, as _sample_rows. `maxima` [R, N]: of blocks; `peak` [R]: of rows.
 
     Launching an operation costs more than its work, so rows are not gathered by kind. Each kind
-    that is present is computed for all rows, and each row's token is that of its own kind. Beside
-    filtered rows a greedy row is one with a top_k of 1 and the number 0.
+    that is present is computed for all rows, and each row's token is that of its own kind.
     """
-    kinds = [_kind(row.state.params) for row in rows]
-    found = set(kinds)
+    found = set(inputs.kinds)
     if found <= {Kind.GREEDY}:
         return _argmax(blocks, maxima), None
-    by_row = [_numbers(*pair) for pair in zip(rows, kinds, strict=True)]
-    numbers = to_device(np.array(by_row).T, blocks.device)
-    temperature, number, *_, kind = numbers
+    number, parameters = inputs.on(blocks.device)
+    temperature, *_, kind = parameters
     weights = None
     if found & {Kind.ANY, Kind.NUCLEUS}:
-        has_temperature = any(row.state.params.temperature not in (0.0, 1.0) for row in rows)
-        weights = _weights(blocks, peak, temperature if has_temperature else None)
+        weights = _weights(blocks, peak, temperature if inputs.has_temperature else None)
     mass = None if weights is None or Kind.NUCLEUS not in found else _sum(weights)
     tokens = None if weights is None or Kind.ANY not in found else _invert(weights, number)
     if not found & {Kind.TOP, Kind.NUCLEUS}:
@@ -463,22 +435,12 @@ def _sample_kinds(
             tokens = torch.where(kind == Kind.GREEDY, _argmax(blocks, maxima), tokens)
         return tokens, None
     is_nucleus = kind == Kind.NUCLEUS if found & {Kind.TOP, Kind.GREEDY} else None
-    filtered, too_few = _sample_top(blocks, peak, numbers, mass, is_nucleus, width)
+    filtered, too_few = _sample_top(blocks, peak, number, parameters, mass, is_nucleus, width)
     if tokens is None:
         return filtered, too_few
     is_any = kind == Kind.ANY
     tokens = torch.where(is_any, tokens, filtered)
     return tokens, None if too_few is None else too_few & ~is_any
-
-
-def _numbers(row: SamplingRow, kind: Kind) -> tuple[float, ...]:
-    """Return a row's temperature, uniform number, top_p, top_k, min_p and kind."""
-    if kind is Kind.GREEDY:
-        return 1.0, 0.0, 1.0, 1, 0.0, kind
-    params = row.state.params
-    number = uniform(params.seed, row.state.choice, row.position)
-    temperature = max(params.temperature, MIN_TEMPERATURE)
-    return temperature, number, params.top_p, params.top_k, params.min_p, kind
 
 
 def _argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
@@ -503,7 +465,8 @@ def _sum(weights: Tensor) -> Tensor:
 def _sample_top(
     blocks: Tensor,
     peak: Tensor,
-    numbers: Tensor,
+    number: Tensor,
+    parameters: Tensor,
     mass: Tensor | None,
     is_nucleus: Tensor | None,
     width: int,
@@ -515,7 +478,7 @@ def _sample_top(
     weights that min_p and top_k keep. Return tokens [R], and whether [R] a row needs more scores,
     None if all were considered.
     """
-    temperature, number, top_p, top_k, min_p, _ = numbers[..., None]
+    temperature, top_p, top_k, min_p, _ = parameters[..., None]
     values, ids = _largest(blocks, width)  # each filter keeps a prefix of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
@@ -533,10 +496,10 @@ def _sample_top(
     weights = weights.where(rank < count, 0.0)
     if values.shape[1] == blocks[0].numel():
         by_id = torch.zeros_like(weights).scatter_(1, ids, weights)
-        return _invert(by_id.view_as(blocks), number[:, 0]), None
+        return _invert(by_id.view_as(blocks), number), None
     ids, order = ids.sort()
     sums = weights.gather(1, order).cumsum(-1)
-    tokens = ids.gather(1, _count_passed(sums, number[:, 0] * sums[:, -1])[:, None])[:, 0]
+    tokens = ids.gather(1, _count_passed(sums, number * sums[:, -1])[:, None])[:, 0]
     # Tokens equal to the smallest value may be missing, so the last one needed must be larger.
     last_needed = limit if mass is None else count
     if mass is not None and is_nucleus is not None:

@@ -168,19 +168,30 @@ class _ByteStream:
 
     def __init__(self, units: Mapping[int, bytes], before: Iterable[bytes]) -> None:
         self._units = units
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(b"".join(before))
+        self._incomplete = b""  # the beginning of a character
+        self._decode(b"".join(before))
         # A context that ends inside a character was shown with U+FFFD for it.
-        self._replaced = self._decoder.getstate()[0].decode("utf-8", "replace")
+        self._replaced = self._incomplete.decode("utf-8", "replace")
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._incomplete + data
+        text, count = codecs.utf_8_decode(data, "replace", final)
+        self._incomplete = data[count:]
+        return text
 
     def push(self, token_id: int) -> str:
         """Return the text that is final now: "" while a character is incomplete."""
-        return self._without_replaced(self._decoder.decode(self._units.get(token_id, b"")))
+        return self._without_replaced(self._decode(self._units.get(token_id, b"")))
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """Do the same with several tokens."""
+        data = b"".join([self._units.get(token_id, b"") for token_id in token_ids])
+        return self._without_replaced(self._decode(data))
 
     def flush(self, cut: bool = False) -> str:
         """Return the pending text at the end: incomplete bytes become U+FFFD. They have no text
         where the output was `cut`, as by its limit."""
-        return "" if cut else self._without_replaced(self._decoder.decode(b"", final=True))
+        return "" if cut else self._without_replaced(self._decode(b"", final=True))
 
     def _without_replaced(self, text: str) -> str:
         if self._replaced and text:
@@ -206,12 +217,15 @@ class _WindowStream:
         unit = self._units.get(token_id)
         if unit is None:
             return ""
-        self._pending.append(unit)
+        self._pending = [*self._pending, unit]  # a copy of the stream keeps its own
         new = self._new_text()
         max_pending = MAX_INCOMPLETE if new else MAX_SILENT
         if len(self._pending) < max_pending and (not new or new.endswith(REPLACEMENT)):
             return ""
         return self._show(new)
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def flush(self, cut: bool = False) -> str:
         """Return the pending text at the end, without an incomplete character if it is `cut`."""

@@ -161,7 +161,7 @@ class OutputParser:
             if not (self._allows_calls or self._format.content):
                 self._delimiters = []
                 self._enter(self._inside)
-        if not self._buffer.text and self._is_plain(span.text):
+        if self.is_plain(span.text):
             events, self._prefix_events, self._triggered = self._prefix_events, [], None
             self._emit_text(TEXT_KINDS[self._inside], span, events)
             return events
@@ -172,9 +172,12 @@ class OutputParser:
         self._triggered = next((rest for rest in after if rest is not None), None)
         return events
 
-    def _is_plain(self, text: str) -> bool:
-        """Return whether no delimiter can begin in this content or reasoning, as in most tokens."""
-        return self._first_chars is not None and self._first_chars.isdisjoint(text)
+    def is_plain(self, text: str) -> bool:
+        """Return whether this text, if it follows, is content or reasoning in which no delimiter
+        can begin, as most tokens are."""
+        if self._buffer.text or self._first_chars is None:
+            return False
+        return self._first_chars.isdisjoint(text)
 
     def finish(self) -> list[OutputEvent]:
         """Return the events of the pending text, without a partial delimiter of a call."""

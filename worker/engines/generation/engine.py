@@ -11,7 +11,7 @@ need its tokens. Masks of grammars are computed while a step runs, from the toke
 Implements Generator of worker/messages/protocol.py. batching/scheduler.py decides which sequences
 run, and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit,
 with the model's own cache (cached_runner.py). input_processor.py prepares requests, output.py
-turns tokens into text.
+turns tokens into text, most of it on the event loop, when it is read.
 """
 
 import logging
@@ -37,7 +37,7 @@ from worker.engines.generation.speculation import Speculation
 from worker.engines.pipeline.yield_points import YieldPoints
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.adapters import Adapter, InvalidAdapter
-from worker.messages.deltas import Delta
+from worker.messages.deltas import MAX_UNREAD, DeltaSource
 from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import (
     ALONE,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from worker.backends.cached_runner import CachedRunner
     from worker.grammar.bitmask import PendingMask
     from worker.grammar.compiler import Grammar
+    from worker.model.sampler import SamplingInputs
     from worker.vision.encoder_scheduler import EncoderScheduler
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
@@ -119,12 +120,13 @@ class GenerationEngine:
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
         self._pending_masks: dict[Sequence, PendingMask] = {}  # until a token is sampled with them
         self._in_flight: InFlightStep | None = None
+        self._sampling_inputs: SamplingInputs | None = None  # of the last step
         self._results_at = 0.0  # when the last step's results were processed
         self._ran = 0  # sequences in that step
         # of the current call of `step`
         self._step_started = 0.0
         self._counts: Counter[str] = Counter()  # fields of StepReport
-        self._deltas: list[tuple[WorkItem, Delta]] = []
+        self._deltas: dict[DeltaSource, WorkItem] = {}  # choices with news, each once
 
     def _new_encoder_scheduler(self) -> "EncoderScheduler | None":
         runner, preprocessor = self.runner, self.input_processor.media_preprocessor
@@ -261,9 +263,9 @@ class GenerationEngine:
 
     # ── a step ──
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta]:
+    def step(self, idle_since: float = 0.0) -> StepOutcome[DeltaSource]:
         self._step_started = time.monotonic()
-        self._counts, self._deltas = Counter(), []
+        self._counts, self._deltas = Counter(), {}
         self._drop_cancelled()
         if chunks := self._schedule():
             for of_form in _by_form(chunks):
@@ -347,7 +349,8 @@ class GenerationEngine:
             logits = self._forward(batch)
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
         mask = self._token_mask(constrained) if constrained else None
-        sampled = sample(logits[batch.scored :], rows, mask)
+        sampled = sample(logits[batch.scored :], rows, mask, self._sampling_inputs)
+        self._sampling_inputs = sampled.inputs
         for _, chunk in constrained:
             if not chunk.deferred:
                 del self._pending_masks[chunk.sequence]
@@ -392,9 +395,10 @@ class GenerationEngine:
                     masks[sequence] = self._masks.pending(request)
                 if sequence in masks:
                     constrained.append((len(rows), chunk))
+            rows.append(SamplingRow(output.sampling, output.tokens))
             rows += [
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
-                for n in range(chunk.to_sample)
+                for n in range(1, chunk.to_sample)
             ]
         self._start_masks()
         return rows, constrained
@@ -464,7 +468,7 @@ class GenerationEngine:
         self, chunk: Chunk, scores: list[SampledToken], sampled: list[SampledToken]
     ) -> None:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
-        if any(score.token < 0 for score in (*sampled[:1], *scores)):
+        if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is not a number")
         output.item.progress_at = time.monotonic()
         if chunk.is_prefill:
@@ -488,7 +492,8 @@ class GenerationEngine:
         self.scheduler.advance(chunk, tokens)
         if output.finished:
             self.scheduler.remove(sequence)
-        self._deltas.append((output.item, output.take_delta()))
+        if output.finished or not len(tokens) < output.unread < MAX_UNREAD:
+            self._deltas[output] = output.item
 
     def _learn_times(self, step: InFlightStep) -> None:
         """Record the step's time, counted from when the device could start it."""
@@ -506,12 +511,13 @@ class GenerationEngine:
         """Return the time without that of other models at yield points."""
         return time.monotonic() - self.others.total_s
 
-    def _collect(self) -> StepOutcome[Delta]:
+    def _collect(self) -> StepOutcome[DeltaSource]:
         if self._encoder_scheduler:
             self._encoder_scheduler.release_prefilled(self.scheduler)
         report = self._report()
-        deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
-        ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
+        news = self._deltas.items()
+        deltas = [(item, output) for output, item in news if item not in self._failed]
+        ending = dict.fromkeys(item for item, output in deltas if output.finished)
         finished = [
             item for item in ending if all(self._outputs[s].finished for s in self.live[item])
         ]
@@ -528,7 +534,7 @@ class GenerationEngine:
         self._failed.clear()
         if not self.live:
             self._in_flight = None  # no request waits for its tokens
-        return StepOutcome(report, deltas, outputs, done)
+        return StepOutcome(report, deltas, outputs, done, unfinished=report.decode_tokens > 0)
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted

@@ -1,16 +1,19 @@
 """The text side of a sequence: from sampled tokens to text, log-probabilities and an end.
 
-    push(token) → detokenizer → parser (reasoning, tool calls, content) → stop strings → Delta
-                   └▶ constraints: the tokens that may come next
+    push(token) → unread tokens → detokenizer → parser (reasoning, tool calls, content)
+                                      → stop strings → Delta
+    push(token) → constraints: the tokens that may come next
 
 The outputs of a request are created in a pool thread, which reads the whole prompt. From then on
-they belong to the worker's thread, where a token's cost depends on its own length alone. Sampling
-is in worker/model/sampler.py; which sequences run, in batching/scheduler.py.
+tokens are pushed on the worker's thread. The text of an output that stop strings or a grammar may
+end, that has tools or log-probabilities, is written there, token by token. Other text is written
+where it is read, for all unread tokens at once. Sampling is in worker/model/sampler.py; which
+sequences run, in batching/scheduler.py.
 """
 
+import copy
 from collections import abc
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,14 +21,17 @@ from torch import Tensor
 
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, PrefixedTokens, Reads, TokenList
+from worker.error_classification import failure_of
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
-from worker.text.detokenizer import CONTEXT, TextSpan, Tokens, TokenSpan, Vocabulary
+from worker.text.detokenizer import CONTEXT, TextSpan, Vocabulary
 from worker.text.parser import OutputEvent, OutputParser
 
 if TYPE_CHECKING:
+    from worker.engines.generation.content_logprobs import ContentLogprobs
     from worker.grammar.constraints import ConstraintState, OutputConstraints
+    from worker.text.stop_strings import StopStrings
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
 
@@ -77,9 +83,11 @@ class PromptOutput:
     SequenceOutput."""
 
     reads: Reads = "last"
+    unread = 1
 
     def __init__(self, item: WorkItem, ids: TokenList | PrefixedTokens, number: int = 0) -> None:
         self.item = item
+        self.choice = number
         self.request: Any = item.payload  # of any kind
         self.priority = item.owner.priority
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {})
@@ -137,18 +145,30 @@ class SequenceOutput:
         self.request = request
         self._min_tokens = request.stopping.min_tokens or 0
         stop = (*request.stopping.stop, *prepared.stop)
-        self._stop_strings = StopStrings(stop, request.stopping.includes_stop) if stop else None
+        self._stop_strings: StopStrings | None = None
+        if stop:
+            from worker.text import stop_strings
+
+            self._stop_strings = stop_strings.StopStrings(stop, request.stopping.includes_stop)
         self._logprobs: ContentLogprobs | None = None
         if prepared.params.logprobs is not None:
-            self._logprobs = ContentLogprobs(vocabulary)
+            from worker.engines.generation import content_logprobs
+
+            self._logprobs = content_logprobs.ContentLogprobs(vocabulary)
         self._echo = echo
         self._prompt_logprobs: list[TokenLogprob] = []  # of its leading tokens, those scored
         if echo and echo.token_texts:
-            first = SampledToken(prepared.ids[0], None, ())
-            self._prompt_logprobs.append(token_logprob(vocabulary, first, echo.token_texts[0]))
+            self._add_prompt_logprobs([SampledToken(prepared.ids[0], None, ())])
         self._single_call = request.tool_policy is not None and not request.tool_policy.parallel
         self._calls = 0  # tool calls that have started
-        self._delta = Delta(self.choice)
+        # The text may end the output, takes long, or is the prompt's: it is written at once.
+        may_end, takes_long = stop or prepared.constraints, request.tool_policy or self._logprobs
+        self._writes_at_once = bool(may_end or takes_long or not prepared.max_tokens)
+        self._written = 0  # tokens whose text is written
+        self._delta = Delta(self.choice)  # of the thread that writes
+        # The worker's thread appends, that of the stream takes: tokens, or deltas that are written.
+        self._unread_tokens: list[SampledToken] = []
+        self._unread_deltas: list[Delta] = []
 
     # ── the prompt ──
 
@@ -160,6 +180,11 @@ class SequenceOutput:
 
     def add_prompt_scores(self, scores: abc.Sequence[SampledToken]) -> None:
         """Add the scores of the prompt's next tokens."""
+        self._add_prompt_logprobs(scores)
+
+    def _add_prompt_logprobs(self, scores: abc.Sequence[SampledToken]) -> None:
+        from worker.engines.generation.content_logprobs import token_logprob
+
         assert self._echo is not None
         scored = len(self._prompt_logprobs)
         texts = self._echo.token_texts[scored : scored + len(scores)]
@@ -186,6 +211,8 @@ class SequenceOutput:
         self._prompt_logprobs = []
         if self.prepared.max_tokens == 0:
             self._set_finished("length", None)
+            self._unread_deltas.append(self._delta)
+            self.finished = True
 
     # ── the output ──
 
@@ -204,23 +231,97 @@ class SequenceOutput:
 
     def push(self, sampled: SampledToken) -> None:
         """Append the next token."""
-        token, parser, constraints = sampled.token, self._parser, self.constraints
         self.tokens += 1
+        if self.sampling.processes_logits:
+            self.sampling.accept(sampled.token)
+        if self._writes_at_once:
+            self._write(sampled)
+            delta, self._delta = self._delta, Delta(self.choice)
+            self._unread_deltas.append(delta)
+            self.finished = delta.finish_reason is not None
+        else:
+            self._unread_tokens.append(sampled)
+            self.finished = self._ends(sampled.token, self.tokens)
+
+    def _ends(self, token: int, number: int) -> bool:
+        """Return whether a token ends the output, as that one of so many."""
+        if number >= self.prepared.max_tokens:
+            return True
+        return token in self.prepared.stop_token_ids and number > self._min_tokens
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens pushed since the last call of `take_delta`."""
+        return len(self._unread_tokens) + len(self._unread_deltas)
+
+    def take_delta(self) -> Delta:
+        """Return what was added since the last call, from the thread of the stream: the worker may
+        push meanwhile. Raises the failure of writing the text."""
+        if self._writes_at_once:
+            deltas = self._unread_deltas[:]
+            del self._unread_deltas[: len(deltas)]
+            delta = deltas[0] if deltas else Delta(self.choice)
+            for later in deltas[1:]:
+                delta.merge(later)
+            return delta
+        tokens = self._unread_tokens[:]
+        del self._unread_tokens[: len(tokens)]
+        try:
+            self._write_all(tokens)
+        except BaseException as error:  # a panic in a Rust library is not an Exception
+            raise failure_of(error) from error
+        delta, self._delta = self._delta, Delta(self.choice)
+        return delta
+
+    # ── text ──
+
+    def _write_all(self, sampled: list[SampledToken]) -> None:
+        """Write the text of tokens. Those of plain text, before the end, are decoded together."""
+        plain = sampled
+        if sampled and self._ends(sampled[-1].token, self._written + len(sampled)):
+            plain = sampled[:-1]
+        if len(plain) < 2 or not self._write_plain([s.token for s in plain]):
+            plain = []
+        for token in sampled[len(plain) :]:
+            self._write(token)
+
+    def _write_plain(self, tokens: list[int]) -> bool:
+        """Write the text of tokens, unless a delimiter may begin in it."""
+        parser, detokenizer = self._parser, self._detokenizer
+        if parser:
+            if not parser.is_plain(""):
+                return False
+            detokenizer = copy.copy(detokenizer)
+        text = detokenizer.push_all(tokens)
+        if parser and not parser.is_plain(text):
+            return False
+        self._detokenizer = detokenizer
+        self._written += len(tokens)
+        self._delta.tokens += len(tokens)
+        if self.request.token_ids:
+            self._delta.token_ids += tokens
+        self._parse(TextSpan(text))
+        if parser and parser.phase == "reasoning":
+            self._delta.reasoning_tokens += len(tokens)
+        return True
+
+    def _write(self, sampled: SampledToken) -> None:
+        """Write the text of the next token."""
+        token, parser, constraints = sampled.token, self._parser, self.constraints
+        self._written += 1
         self._delta.tokens += 1
         if self.request.token_ids:
             self._delta.token_ids.append(token)
         reasoning = parser is not None and parser.phase == "reasoning"
         if constraints:
             constraints.accept_token(token)
-        if self.sampling.processes_logits:
-            self.sampling.accept(token)
-        if token in self.prepared.stop_token_ids and self.tokens > self._min_tokens:
+        if token in self.prepared.stop_token_ids and self._written > self._min_tokens:
             if self.request.stopping.includes_stop:
                 self._parse(self._span(self._detokenizer.push(token), sampled))
             self._finish("stop", self.prepared.stop_token_ids[token], sampled)
             return
         text = self._detokenizer.push(token)
-        last = self.tokens >= self.prepared.max_tokens
+        last = self._written >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush(cut=True)
         self._parse(self._span(text, sampled))
@@ -235,11 +336,6 @@ class SequenceOutput:
         elif last:
             self._finish("length", None, sampled)
 
-    def take_delta(self) -> Delta:
-        """Return what was added since the last call."""
-        delta, self._delta = self._delta, Delta(self.choice)
-        return delta
-
     @property
     def _matched(self) -> str | None:
         """The stop string in the content, if one is complete."""
@@ -252,7 +348,7 @@ class SequenceOutput:
         if self._stop_strings is None:
             return False
         pending = self._parser.trailing_space if self._parser else ""
-        counts = self.tokens > self._min_tokens
+        counts = self._written > self._min_tokens
         return self._matched is not None or (counts and self._stop_strings.ends_with(pending))
 
     def _span(self, text: str, sampled: SampledToken) -> TextSpan:
@@ -284,7 +380,7 @@ class SequenceOutput:
 
     def _add_content(self, span: TextSpan) -> None:
         """Show the content, except for an end that may become a stop string."""
-        if self._stop_strings and self.tokens > self._min_tokens:
+        if self._stop_strings and self._written > self._min_tokens:
             span = self._stop_strings.push(span)
         self._show(span)
 
@@ -321,114 +417,3 @@ class SequenceOutput:
         called = reason == "stop" and self._parser is not None and self._parser.calls_started
         self._delta.finish_reason = "tool_calls" if called else reason
         self._delta.stop_reason = stop
-        self.finished = True
-
-
-class StopStrings:
-    """Finds stop strings in a text that comes in spans, wherever it is cut.
-
-    The stop that is complete first wins, as if the text came character by character; of several
-    complete at the same character, the one that begins first (the longest).
-    """
-
-    def __init__(self, stops: Collection[str], shows_match: bool = False) -> None:
-        """`stops`: none of them empty. The text before a match is shown, the rest is not;
-        `shows_match`: the match is."""
-        self.matched: str | None = None
-        self._shows_match = shows_match
-        self._stops = tuple(stops)
-        self._first_chars = frozenset(stop[0] for stop in stops)
-        self._max_length = max(map(len, stops), default=0)
-        self._pending = TextSpan("")
-
-    def push(self, span: TextSpan) -> TextSpan:
-        """Return what may be shown now, without an end that may become a stop string."""
-        if self.matched is not None:
-            return TextSpan("")
-        if not self._pending.text and self._first_chars.isdisjoint(span.text):
-            return span
-        self._pending.append(span)
-        text = self._pending.text
-        matches = [
-            (start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := text.find(stop)) >= 0
-        ]
-        if matches:
-            end, start, self.matched = min(matches)
-            shown = self._pending.take(end if self._shows_match else start)
-            self._pending = TextSpan("")
-            return shown
-        start = max(0, len(text) - self._max_length + 1)
-        while not any(stop.startswith(text[start:]) for stop in self._stops):
-            start += 1
-        return self._pending.take(start)
-
-    def ends_with(self, text: str) -> bool:
-        """Return whether a stop string is complete once this text follows."""
-        return any(stop in self._pending.text + text for stop in self._stops)
-
-    def flush(self) -> TextSpan:
-        """Return what is pending, when the content ends without a stop string."""
-        return self._pending.take(len(self._pending.text))
-
-
-class ContentLogprobs:
-    """The log-probabilities of tokens whose text is shown as content, as far as it is shown."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._without_text: list[TokenLogprob] = []  # parts of a character that is not complete
-        self._last: Tokens | None = None  # those of the last text
-        self._shown: Tokens | None = None  # the last whose text is shown to its end
-        self._open: Tokens | None = None  # those whose text is shown in part
-        self._open_text = ""  # that part
-
-    def span(self, text: str, sampled: SampledToken) -> TextSpan:
-        """Return the text that a token completes, with its tokens."""
-        self._without_text.append(token_logprob(self._vocabulary, sampled, text))
-        if not text:
-            return TextSpan("")
-        tokens, self._without_text = tuple(self._without_text), []
-        self._last = tokens
-        return TextSpan(text, [TokenSpan(text, tokens)])
-
-    def rest(self, text: str, sampled: SampledToken) -> TextSpan:
-        """Return the pending text at the end. It belongs to the last token without text, or else to
-        `sampled`."""
-        if not self._without_text:
-            return self.span(text, sampled)
-        *others, last = self._without_text
-        self._without_text, self._last = [], (*others, replace(last, text=text))
-        return TextSpan(text, [TokenSpan(text, self._last)])
-
-    def show(self, span: TextSpan) -> Iterator[TokenLogprob]:
-        """Yield the tokens whose text is complete with this span."""
-        for part in span.token_spans:
-            if part.tokens is not self._open:
-                yield from self.close()
-                self._open, self._open_text = part.tokens, ""
-            self._open_text += part.text
-            if part.ends_token:
-                self._shown = part.tokens
-                yield from self.close()
-
-    def finish(self) -> Iterator[TokenLogprob]:
-        """Yield the tokens without text at the end, after the content before them."""
-        if self._last is self._shown:
-            yield from self._without_text
-
-    def close(self) -> Iterator[TokenLogprob]:
-        """Yield the token that is shown in part, if there is one: the rest of it never will be."""
-        if self._open is not None:
-            *others, token = self._open
-            text = self._open_text
-            yield from others
-            yield token if text == token.text else replace(token, text=text, raw=text.encode())
-            self._open = None
-
-
-def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    raw = vocabulary.token(sampled.token)[1]
-    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
-    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)
