@@ -14,7 +14,7 @@ from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.input_processor import GenerationItem, InputProcessor, Output
 from worker.engines.generation.prefix_store import PrefixStore
 from worker.messages.adapters import Adapter
-from worker.messages.deltas import Delta
+from worker.messages.deltas import DeltaSource
 from worker.messages.protocol import StepOutcome, StepReport
 from worker.model.paged_runner import PagedRunner
 
@@ -63,7 +63,7 @@ class StoredEngine(GenerationEngine):
 
     def step(  # type: ignore[override]  # none is due while only reads are left
         self, idle_since: float = 0.0
-    ) -> StepOutcome[Delta] | None:
+    ) -> StepOutcome[DeltaSource] | None:
         for sequence, seconds in self.prefixes.finish_reads(self.scheduler.pool):
             self._rests = False
             if output := self._outputs.get(sequence):
