@@ -176,6 +176,16 @@ def test_a_stream_draws_only_its_last_block_again(modules: Path, part: str) -> N
     assert streamed["created"] <= 4 * once["created"]
 
 
+def test_python_code_names_a_large_file(modules: Path) -> None:
+    content = 'say "null", \\ or\n'
+    [code] = call(modules, "python", {"content": content, "chars": 30_000_000})
+    body = f"""{{
+        "content": {json.dumps(content)},
+        "url": data_url("image/png", "image.png")
+    }}"""
+    assert f"json={body}," in code
+
+
 def test_the_oldest_conversations_beyond_the_bounds_are_surplus(modules: Path) -> None:
     summaries = [{"id": n, "at": n, "bytes": 10} for n in (2, 0, 3, 1)]
     results = call(
