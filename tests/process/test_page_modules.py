@@ -63,6 +63,10 @@ CASES = {
     "***a*** `b``c` \\*d\\*": (
         "<p><strong><em>a</em></strong> <code>b``c</code> *d*</p>"
     ),
+    "**a `**b`** *`c*d`* ~~`~~`~~ **`e**": (
+        "<p><strong>a <code>**b</code></strong> <em><code>c*d</code></em> "
+        "<del><code>~~</code></del> <strong>`e</strong></p>"
+    ),
     "# A #\n#### B": "<h3>A</h3><h6>B</h6>",
     "1. one\n   more\n\n   - two\n2. three\n- four": (
         "<ol start=1><li>one\nmore<ul><li>two</li></ul></li><li>three</li></ol>"
@@ -156,6 +160,7 @@ HUGE = [
     "\\", "<", "<http://", "https://a", "http://!", "### ", "- ", "- a\n", "  - a\n", "- - ", "1. ",
     "> ", ">", "|", "|a\n", "a|b\n-|-\n", "| a |\n|---|\n", "a\n", "\n", " ", "\t", "x", "\u202e",
     "$", "$a", "$a ", "a$", "$$", "$$a\n", "\\(", "\\[", "\\[a\n", "$$ a $$ ",
+    "*`a", "*`a` ", " *`a`",
 ]  # fmt: skip
 
 
