@@ -97,11 +97,12 @@ async def asset(request: Request) -> Response:
 
 
 async def file_response(request: Request, name: str, headers: Mapping[str, str]) -> Response:
-    """Return a file of the page, or 304 if the client has it. Files are sent whole."""
+    """Return a file of the page, or 304 if the client has it by its tag: another version's file may
+    have the same date. Files are sent whole."""
     request.scope["headers"] = [
         (key, value[:MAX_TAGS] if key == b"if-none-match" else value)
         for key, value in request.scope["headers"]
-        if key != b"range"
+        if key not in (b"range", b"if-modified-since")
     ]
     response = await FILES.get_response(name, request.scope)
     response.headers.update(headers)

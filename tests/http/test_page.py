@@ -105,6 +105,8 @@ def test_files_have_etags_and_head_responses(server: Server) -> None:
             assert again.headers["etag"] == tag
         part = {"accept": BROWSER, "range": "bytes=0-1", "if-none-match": "a," * 500 + tag}
         assert httpx.get(server.url + path, headers=part).content == whole.content
+        date = {"accept": BROWSER, "if-modified-since": whole.headers["last-modified"]}
+        assert httpx.get(server.url + path, headers=date).content == whole.content
         head = httpx.head(server.url + path, headers={"accept": BROWSER})
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-length"] == whole.headers["content-length"]

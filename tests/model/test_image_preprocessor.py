@@ -4,6 +4,7 @@ import io
 import struct
 import threading
 import zlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from worker.messages.generation import MediaInput
 from worker.messages.protocol import Pending
 from worker.model.language_model import GeneratorOptions
 from worker.vision.decoders import REQUEST_PIXELS_RATIO, ImageDecoder
-from worker.vision.media_preprocessor import MediaPreprocessor
+from worker.vision.media_preprocessor import MediaPreprocessor, MemoryLimiter
 from worker.vision.processor import MediaFeatures, Processor
 
 MEGAPIXEL = 1_000_000
@@ -246,6 +247,27 @@ def test_clients_take_turns_at_decoding() -> None:
     for _ in owners:
         limiter.end_decoding(True)
     assert order == ["a1", "a2", "b1", "a3"]
+
+
+def test_memory_that_is_released_during_a_call_calls_no_request_twice() -> None:
+    class Output:
+        nbytes = 1
+
+    class Releasing(MemoryLimiter):
+        def _is_full(self, has_video: bool) -> bool:
+            is_full = super()._is_full(has_video)
+            outputs.clear()  # as the garbage collector may do anywhere
+            return is_full
+
+    outputs, called = list[Any](), list[str]()
+    limiter = Releasing(1000)
+    limiter.start_decoding(False)
+    for name in ("a", "b"):
+        limiter.call_when_free(False, NO_OWNER, lambda: True, partial(called.append, name))
+    outputs.append(Output())
+    limiter.reserve(outputs[0])
+    limiter.end_decoding(False)
+    assert (called, limiter.used_bytes) == (["a", "b"], 0)
 
 
 def test_images_do_not_wait_for_a_video() -> None:

@@ -30,10 +30,11 @@ class FakeElement {
   }
 }
 
-globalThis.document = { createElement: tag => new FakeElement(tag) };
+globalThis.document = { createElement: tag => new FakeElement(tag), addEventListener() {}, baseURI: "http://a.example/" };
 const load = name => import(pathToFileURL(`${process.argv[2]}/${name}`));
 const { markdown, MarkdownView } = await load("markdown.js");
 const { surplus } = await load("store.js");
+const { asPython } = await load("exchange.js");
 
 const escaped = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const markup = node => {
@@ -68,6 +69,8 @@ const functions = {
     const shown = parent.children.map(markup).join("");
     return { created: streamed, same: shown === markdown(text).map(markup).join("") };
   },
+  // The Python code of a request with a file of so many characters.
+  python: ({ content, chars }) => asPython({ path: "", body: { content, url: `data:image/png;base64,${"A".repeat(chars)}` } }),
   surplus: ([summaries, count, bytes]) => surplus(summaries, count, bytes).map(({ id }) => id),
 };
 

@@ -63,6 +63,10 @@ CASES = {
     "***a*** `b``c` \\*d\\*": (
         "<p><strong><em>a</em></strong> <code>b``c</code> *d*</p>"
     ),
+    "**a `**b`** *`c*d`* ~~`~~`~~ **`e**": (
+        "<p><strong>a <code>**b</code></strong> <em><code>c*d</code></em> "
+        "<del><code>~~</code></del> <strong>`e</strong></p>"
+    ),
     "# A #\n#### B": "<h3>A</h3><h6>B</h6>",
     "1. one\n   more\n\n   - two\n2. three\n- four": (
         "<ol start=1><li>one\nmore<ul><li>two</li></ul></li><li>three</li></ol>"
@@ -156,6 +160,7 @@ HUGE = [
     "\\", "<", "<http://", "https://a", "http://!", "### ", "- ", "- a\n", "  - a\n", "- - ", "1. ",
     "> ", ">", "|", "|a\n", "a|b\n-|-\n", "| a |\n|---|\n", "a\n", "\n", " ", "\t", "x", "\u202e",
     "$", "$a", "$a ", "a$", "$$", "$$a\n", "\\(", "\\[", "\\[a\n", "$$ a $$ ",
+    "*`a", "*`a` ", " *`a`",
 ]  # fmt: skip
 
 
@@ -174,6 +179,16 @@ def test_a_stream_draws_only_its_last_block_again(modules: Path, part: str) -> N
     [once, streamed] = call(modules, "stream", {"parts": ["".join(parts)]}, {"parts": parts})
     assert streamed["same"]
     assert streamed["created"] <= 4 * once["created"]
+
+
+def test_python_code_names_a_large_file(modules: Path) -> None:
+    content = 'say "null", \\ or\n'
+    [code] = call(modules, "python", {"content": content, "chars": 30_000_000})
+    body = f"""{{
+        "content": {json.dumps(content)},
+        "url": data_url("image/png", "image.png")
+    }}"""
+    assert f"json={body}," in code
 
 
 def test_the_oldest_conversations_beyond_the_bounds_are_surplus(modules: Path) -> None:

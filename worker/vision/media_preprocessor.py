@@ -137,7 +137,6 @@ class MediaPreprocessor:
 
 class Waiting(NamedTuple):
     owner: WorkOwner
-    has_video: bool
     is_wanted: IsWanted
     notify: Notify
 
@@ -150,7 +149,7 @@ class MemoryLimiter:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self._decoding: set[bool] = set()  # whether with videos
-        self._waiting: list[Waiting] = []
+        self._waiting: dict[bool, list[Waiting]] = {True: [], False: []}  # likewise
         # reentrant: reserving may collect garbage, whose finalizers release
         self._lock = threading.RLock()
 
@@ -182,7 +181,7 @@ class MemoryLimiter:
     ) -> None:
         """Call `notify` once the limiter is not full, if `is_wanted()` then."""
         with self._lock:
-            self._waiting.append(Waiting(owner, has_video, is_wanted, notify))
+            self._waiting[has_video].append(Waiting(owner, is_wanted, notify))
         self._call_waiting()
 
     def _release(self, size: int) -> None:
@@ -192,9 +191,12 @@ class MemoryLimiter:
 
     def _call_waiting(self) -> None:
         """Call those that may start, in turn: the first decodes, the others wait again."""
-        with self._lock:
-            free = [each for each in self._waiting if not self._is_full(each.has_video)]
-            self._waiting = [each for each in self._waiting if self._is_full(each.has_video)]
-        for each in in_turn(free):
-            if each.is_wanted():
-                each.notify()
+        for has_video in self._waiting:
+            with self._lock:
+                if self._is_full(has_video):
+                    continue
+                # at once: a finalizer that ran in between would call some of them, too
+                called, self._waiting[has_video] = self._waiting[has_video], []
+            for each in in_turn(called):
+                if each.is_wanted():
+                    each.notify()

@@ -167,9 +167,10 @@ print(response.json())
 
 const CONSTANTS = { null: "None", true: "True", false: "False" };
 
-// Returns a Python literal: JSON with other constants, and without the bytes of files.
+// Returns a Python literal: JSON with other constants, and without the bytes of files. The expression does not
+// backtrack within a string: it may be a file of many MB.
 function literal(value) {
-  return JSON.stringify(value, null, 4).replace(/"(?:[^"\\]|\\.)*"|null|true|false/g, token => {
+  return JSON.stringify(value, null, 4).replace(/"[^"\\]*(?:\\.[^"\\]*)*"|null|true|false/g, token => {
     const url = /^"data:([\w/+.-]+);base64,/.exec(token);
     return url ? `data_url("${url[1]}", ${JSON.stringify(fileNameOf(JSON.parse(token)))})` : CONSTANTS[token] ?? token;
   }).replaceAll("\n", "\n    ");

@@ -25,12 +25,17 @@ const SPANS = [
   [new RegExp(LABEL.source + TARGET.source, "iys"), ([, label, url], depth, inLink) => !inLink && link(url, inline(label, depth, true))],
   [/<((?:https?:\/\/|mailto:)[^\s<>]*)>/iy, ([, url], depth, inLink) => !inLink && link(url, [url])],
   [/\bhttps?:\/\/[^\s<>[\]`|]*[^\s<>[\]`|.,:;!?'")*_~]/iy, ([url], depth, inLink) => !inLink && link(url, [url])],
-  [/\*\*(?=\*?[^\s*])(.{1,1000}?)(?<=[^\s\\])\*\*(?!\*)/ys, "strong"],
-  [/\*(?=[^\s*])(.{1,1000}?)(?<=[^\s*\\]|\*\*)\*(?!\*)/ys, "em"],
-  [/(?<![\p{L}\p{N}_])__(?=_?[^\s_])(.{1,1000}?)(?<=[^\s\\])__(?![\p{L}\p{N}_])/yus, "strong"],
-  [/(?<![\p{L}\p{N}_])_(?=[^\s_])(.{1,1000}?)(?<=[^\s_\\]|__)_(?![\p{L}\p{N}_])/yus, "em"],
-  [/(?<!~)~~(?=[^\s~])(.{1,1000}?)(?<=[^\s\\])~~(?!~)/ys, "del"],
+  [emphasis(/\*\*(?=\*?[^\s*])/, /(?<=[^\s\\])\*\*(?!\*)/), "strong"],
+  [emphasis(/\*(?=[^\s*])/, /(?<=[^\s*\\]|\*\*)\*(?!\*)/), "em"],
+  [emphasis(/(?<![\p{L}\p{N}_])__(?=_?[^\s_])/u, /(?<=[^\s\\])__(?![\p{L}\p{N}_])/u), "strong"],
+  [emphasis(/(?<![\p{L}\p{N}_])_(?=[^\s_])/u, /(?<=[^\s_\\]|__)_(?![\p{L}\p{N}_])/u), "em"],
+  [emphasis(/(?<!~)~~(?=[^\s~])/, /(?<=[^\s\\])~~(?!~)/), "del"],
 ];
+
+// Code within emphasis may contain its delimiters. No two alternatives read the same text.
+function emphasis(start, end) {
+  return new RegExp(`${start.source}((?:\`[^\`]{1,300}\`|[^\`]|\`(?![^\`]{1,300}\`)){1,1000}?)${end.source}`, "yus");
+}
 
 export function markdown(text) {
   return [...blocks(text.split("\n"))].map(({ node }) => node);
