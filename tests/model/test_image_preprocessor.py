@@ -5,7 +5,7 @@ import struct
 import threading
 import zlib
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from PIL import Image, ImageOps
@@ -24,7 +24,7 @@ from worker.messages.generation import MediaInput
 from worker.messages.protocol import Pending
 from worker.model.language_model import GeneratorOptions
 from worker.vision.decoders import REQUEST_PIXELS_RATIO, ImageDecoder
-from worker.vision.media_preprocessor import MediaPreprocessor, MemoryLimiter
+from worker.vision.media_preprocessor import MediaPreprocessor, MemoryLimiter, Waiting
 from worker.vision.processor import MediaFeatures, Processor
 
 MEGAPIXEL = 1_000_000
@@ -249,10 +249,11 @@ def test_clients_take_turns_at_decoding() -> None:
     assert order == ["a1", "a2", "b1", "a3"]
 
 
-def test_memory_that_is_released_during_a_call_calls_no_request_twice() -> None:
-    class Output:
-        nbytes = 1
+class Output:
+    nbytes = 1000
 
+
+def test_memory_that_is_released_during_a_call_calls_no_request_twice() -> None:
     class Releasing(MemoryLimiter):
         def _is_full(self, has_video: bool) -> bool:
             is_full = super()._is_full(has_video)
@@ -260,7 +261,7 @@ def test_memory_that_is_released_during_a_call_calls_no_request_twice() -> None:
             return is_full
 
     outputs, called = list[Any](), list[str]()
-    limiter = Releasing(1000)
+    limiter = Releasing(2000)
     limiter.start_decoding(False)
     for name in ("a", "b"):
         limiter.call_when_free(False, NO_OWNER, lambda: True, partial(called.append, name))
@@ -268,6 +269,22 @@ def test_memory_that_is_released_during_a_call_calls_no_request_twice() -> None:
     limiter.reserve(outputs[0])
     limiter.end_decoding(False)
     assert (called, limiter.used_bytes) == (["a", "b"], 0)
+
+
+def test_memory_that_is_released_during_a_call_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs, called = [Output()], list[str]()
+
+    def make(*fields: Any) -> Waiting:
+        outputs.clear()  # as the garbage collector may do anywhere
+        return Waiting(*fields)
+
+    monkeypatch.setattr("worker.vision.media_preprocessor.Waiting", make)
+    limiter = MemoryLimiter(1000)
+    limiter.reserve(cast(Any, outputs[0]))
+    limiter.call_when_free(False, NO_OWNER, lambda: True, partial(called.append, "a"))
+    assert called == ["a"]
 
 
 def test_images_do_not_wait_for_a_video() -> None:

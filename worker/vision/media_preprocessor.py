@@ -180,8 +180,9 @@ class MemoryLimiter:
         self, has_video: bool, owner: WorkOwner, is_wanted: IsWanted, notify: Notify
     ) -> None:
         """Call `notify` once the limiter is not full, if `is_wanted()` then."""
+        waiting = Waiting(owner, is_wanted, notify)  # as below: allocating may collect
         with self._lock:
-            self._waiting[has_video].append(Waiting(owner, is_wanted, notify))
+            self._waiting[has_video].append(waiting)
         self._call_waiting()
 
     def _release(self, size: int) -> None:
@@ -192,11 +193,12 @@ class MemoryLimiter:
     def _call_waiting(self) -> None:
         """Call those that may start, in turn: the first decodes, the others wait again."""
         for has_video in self._waiting:
+            none: list[Waiting] = []
             with self._lock:
                 if self._is_full(has_video):
                     continue
-                # at once: a finalizer that ran in between would call some of them, too
-                called, self._waiting[has_video] = self._waiting[has_video], []
+                # nothing is allocated meanwhile: a finalizer would call some of them, too
+                called, self._waiting[has_video] = self._waiting[has_video], none
             for each in in_turn(called):
                 if each.is_wanted():
                     each.notify()
