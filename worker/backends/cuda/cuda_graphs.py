@@ -116,7 +116,8 @@ class RowsMetadata(AttentionBackend):
 
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         shape = self.cache.layers[layer]
-        query = shape.rescale(query, self.positions)
+        if shape.temperature:
+            query = shape.rescale(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
         triton_decode.write(k, v, keys, values, self.slots, self.tails)

@@ -52,7 +52,8 @@ class MixedMetadata(AttentionMetadata):
         from worker.backends.cuda import triton_decode
 
         cache, shape = self.cache, self.cache.layers[layer]
-        query = shape.rescale(query, self.positions)
+        if shape.temperature:
+            query = shape.rescale(query, self.positions)
         q = query[0].transpose(0, 1).index_select(0, self._rows)
         attended = triton_decode.attend(
             q, cache.keys[layer], cache.values[layer], self._tables, self._table_starts,

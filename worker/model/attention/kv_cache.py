@@ -40,8 +40,7 @@ class LayerShape:
         The model scales queries by 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋) and takes a
         token's row in the step for its position p. query: [1, H, T, D]; positions: [T].
         """
-        if self.temperature is None:
-            return query
+        assert self.temperature
         floor_scale, attn_scale = self.temperature
         rows = torch.arange(len(positions), device=positions.device)
         correct, applied = (

@@ -188,7 +188,8 @@ class AttentionMetadata(AttentionBackend):
     ) -> Tensor:  # fmt: skip
         cache, shape = self.cache, self.cache.layers[layer]
         keys, values = cache.keys[layer], cache.values[layer]
-        query = shape.rescale(query, self.positions)
+        if shape.temperature:
+            query = shape.rescale(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
         for stored, new in ((keys, k), (values, v)):
             if len(self.started_blocks):
