@@ -194,6 +194,7 @@ class TokenStream(DeltaStream[Delta]):
                 self._end = error
                 self._ended.discard(choice)
                 self._fail(error)
+                self.arrival.set()
                 return
             self.context.use_tokens(delta.prompt_tokens + delta.tokens)
             if not (delta.tokens or delta.finish_reason):

@@ -24,7 +24,7 @@ from server.core.worker_client import (
     WorkerClient,
 )
 from tests.fake_generator import DeltaQueue
-from worker.messages.deltas import Delta
+from worker.messages.deltas import MAX_UNREAD, Delta
 
 NO_LIMITS = Deadlines(math.inf, math.inf)
 
@@ -206,5 +206,28 @@ def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
             assert stream.arrival.is_set()
             assert not await stream.read()
             assert not stream.unfinished
+
+    asyncio.run(read())
+
+
+def test_a_text_that_cannot_be_written_for_a_slow_reader_wakes_it() -> None:
+    def fail() -> Delta:
+        raise ItemFailed("no text")
+
+    async def read() -> None:
+        client = client_of(readers=0, wake_reader=lambda wake: wake())
+        with token_stream(client, choices=1) as stream:
+            choice = DeltaQueue(0)
+            choice.push(Delta(0, tokens=1))
+            stream.push(choice)
+            await stream.read()
+            reading = asyncio.create_task(stream.read())
+            await asyncio.sleep(0)
+            for _ in range(MAX_UNREAD):
+                choice.push(Delta(0, tokens=1))
+            choice.take_delta = fail  # type: ignore[method-assign]  # as a decoder that raises
+            stream.push(choice)
+            with pytest.raises(ItemFailed):
+                await asyncio.wait_for(reading, 1)
 
     asyncio.run(read())
