@@ -228,6 +228,8 @@ class TokenStream(DeltaStream[Delta]):
     def close(self) -> None:
         self._write()  # counts all tokens against the limit of the key
         self.worker_client.readers -= self._is_read
+        if not self.unfinished:  # all was read, maybe before the step that ended the items was over
+            self.ended_at = self.ended_at or time.monotonic()
         if self.started and self.ended_at and self.usage.completion > self._num_choices:
             tokens = self.usage.completion / self._num_choices
             per_token_s = (self.ended_at - self._started_at) / (tokens - 1)

@@ -231,3 +231,20 @@ def test_a_text_that_cannot_be_written_for_a_slow_reader_wakes_it() -> None:
                 await asyncio.wait_for(reading, 1)
 
     asyncio.run(read())
+
+
+def test_a_response_that_is_read_before_its_item_ends_has_an_end() -> None:
+    """The worker ends the item with its step, which may still run when the last token is read."""
+
+    async def end() -> RequestRecord:
+        with token_stream(client_of(readers=0), choices=1) as stream:
+            choice = DeltaQueue(0)
+            choice.push(Delta(0, tokens=2, finish_reason="stop"))
+            stream.push(choice)
+            assert [delta.tokens for delta in await stream.read()] == [2]
+            assert not stream.unfinished
+        return stream.record
+
+    record = asyncio.run(end())
+    assert record.ended_at >= record.first_token_at > 0
+    assert record.per_token_s >= 0
