@@ -166,10 +166,11 @@ class TokenStream(DeltaStream[Delta]):
 
     def push(self, source: DeltaSource) -> None:  # type: ignore[override]  # in place of deltas
         """Record that a choice has unread tokens, or has ended."""
-        self._sources[source.choice] = source
         if source.finished:
             self._ended.add(source.choice)
-        if not source.unread and len(self._ended) < self._num_choices:
+        if source.unread:
+            self._sources[source.choice] = source
+        elif len(self._ended) < self._num_choices:
             return  # read meanwhile: a reader with nothing to read would send a comment
         if source.unread >= MAX_UNREAD:
             self._write()
@@ -197,8 +198,6 @@ class TokenStream(DeltaStream[Delta]):
                 self.arrival.set()
                 return
             self.context.use_tokens(delta.prompt_tokens + delta.tokens)
-            if not (delta.tokens or delta.finish_reason):
-                continue  # its end was read before it was pushed
             if (written := self._choices.setdefault(choice, delta)) is not delta:
                 written.merge(delta)
 

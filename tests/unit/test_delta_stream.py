@@ -197,9 +197,15 @@ def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
             waiting.pop()()
             assert stream.arrival.is_set()
             await stream.read()
+            one.push(Delta(0, tokens=1))
+            stream.push(one)
+            assert len(stream.take()) == 1
             stream.push(one)  # of a token that was read meanwhile
+            waiting.pop()()
             assert not waiting
             assert not stream.arrival.is_set()
+            one.push(Delta(0, tokens=1))
+            stream.push(one)
             one.push(Delta(0, tokens=1, finish_reason="stop"))
             stream.take()  # before the push
             stream.push(one)
