@@ -166,10 +166,11 @@ class TokenStream(DeltaStream[Delta]):
 
     def push(self, source: DeltaSource) -> None:  # type: ignore[override]  # in place of deltas
         """Record that a choice has unread tokens, or has ended."""
-        self._sources[source.choice] = source
         if source.finished:
             self._ended.add(source.choice)
-        if not source.unread and len(self._ended) < self._num_choices:
+        if source.unread:
+            self._sources[source.choice] = source
+        elif len(self._ended) < self._num_choices:
             return  # read meanwhile: a reader with nothing to read would send a comment
         if source.unread >= MAX_UNREAD:
             self._write()
@@ -194,10 +195,9 @@ class TokenStream(DeltaStream[Delta]):
                 self._end = error
                 self._ended.discard(choice)
                 self._fail(error)
+                self.arrival.set()
                 return
             self.context.use_tokens(delta.prompt_tokens + delta.tokens)
-            if not (delta.tokens or delta.finish_reason):
-                continue  # its end was read before it was pushed
             if (written := self._choices.setdefault(choice, delta)) is not delta:
                 written.merge(delta)
 
@@ -227,6 +227,8 @@ class TokenStream(DeltaStream[Delta]):
     def close(self) -> None:
         self._write()  # counts all tokens against the limit of the key
         self.worker_client.readers -= self._is_read
+        if not self.unfinished:  # all was read, maybe before the step that ended the items was over
+            self.ended_at = self.ended_at or time.monotonic()
         if self.started and self.ended_at and self.usage.completion > self._num_choices:
             tokens = self.usage.completion / self._num_choices
             per_token_s = (self.ended_at - self._started_at) / (tokens - 1)

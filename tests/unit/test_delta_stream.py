@@ -24,7 +24,7 @@ from server.core.worker_client import (
     WorkerClient,
 )
 from tests.fake_generator import DeltaQueue
-from worker.messages.deltas import Delta
+from worker.messages.deltas import MAX_UNREAD, Delta
 
 NO_LIMITS = Deadlines(math.inf, math.inf)
 
@@ -197,9 +197,15 @@ def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
             waiting.pop()()
             assert stream.arrival.is_set()
             await stream.read()
+            one.push(Delta(0, tokens=1))
+            stream.push(one)
+            assert len(stream.take()) == 1
             stream.push(one)  # of a token that was read meanwhile
+            waiting.pop()()
             assert not waiting
             assert not stream.arrival.is_set()
+            one.push(Delta(0, tokens=1))
+            stream.push(one)
             one.push(Delta(0, tokens=1, finish_reason="stop"))
             stream.take()  # before the push
             stream.push(one)
@@ -208,3 +214,43 @@ def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
             assert not stream.unfinished
 
     asyncio.run(read())
+
+
+def test_a_text_that_cannot_be_written_for_a_slow_reader_wakes_it() -> None:
+    def fail() -> Delta:
+        raise ItemFailed("no text")
+
+    async def read() -> None:
+        client = client_of(readers=0, wake_reader=lambda wake: wake())
+        with token_stream(client, choices=1) as stream:
+            choice = DeltaQueue(0)
+            choice.push(Delta(0, tokens=1))
+            stream.push(choice)
+            await stream.read()
+            reading = asyncio.create_task(stream.read())
+            await asyncio.sleep(0)
+            for _ in range(MAX_UNREAD):
+                choice.push(Delta(0, tokens=1))
+            choice.take_delta = fail  # type: ignore[method-assign]  # as a decoder that raises
+            stream.push(choice)
+            with pytest.raises(ItemFailed):
+                await asyncio.wait_for(reading, 1)
+
+    asyncio.run(read())
+
+
+def test_a_response_that_is_read_before_its_item_ends_has_an_end() -> None:
+    """The worker ends the item with its step, which may still run when the last token is read."""
+
+    async def end() -> RequestRecord:
+        with token_stream(client_of(readers=0), choices=1) as stream:
+            choice = DeltaQueue(0)
+            choice.push(Delta(0, tokens=2, finish_reason="stop"))
+            stream.push(choice)
+            assert [delta.tokens for delta in await stream.read()] == [2]
+            assert not stream.unfinished
+        return stream.record
+
+    record = asyncio.run(end())
+    assert record.ended_at >= record.first_token_at > 0
+    assert record.per_token_s >= 0

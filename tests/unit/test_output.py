@@ -116,6 +116,23 @@ def test_text_does_not_depend_on_when_it_is_read(context: list[int], has_parser:
         assert all(delta == deltas[0] for delta in deltas)
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_token_that_comes_while_others_are_taken_is_taken(stop: tuple[str, ...]) -> None:
+    """The worker does not report it, as it follows others that are unread."""
+    choice, late = output(9, stop, None, output_format=None), [OK]
+
+    class Unread(list[Any]):
+        def __delitem__(self, index: Any) -> None:
+            while late:
+                choice.push(SampledToken(late.pop()))
+            super().__delitem__(index)
+
+    choice._unread_tokens, choice._unread_deltas = Unread(), Unread()
+    choice.push(SampledToken(OK))
+    delta = choice.take_delta()
+    assert (delta.tokens, delta.text, choice.unread) == (2, "ok\nok\n", 0)
+
+
 def assert_of_their_tokens(entries: list[TokenLogprob], tokens: list[int]) -> None:
     numbers = [entry.logprob for entry in entries]
     assert numbers == sorted(set(numbers), key=float)  # type: ignore[arg-type]

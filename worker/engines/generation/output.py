@@ -15,7 +15,7 @@ import copy
 from collections import abc
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from worker.grammar.constraints import ConstraintState, OutputConstraints
     from worker.text.stop_strings import StopStrings
     from worker.vision.multimodal_prompt import MultimodalPrompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +260,13 @@ class SequenceOutput:
         """Return what was added since the last call, from the thread of the stream: the worker may
         push meanwhile. Raises the failure of writing the text."""
         if self._writes_at_once:
-            deltas = self._unread_deltas[:]
-            del self._unread_deltas[: len(deltas)]
+            deltas = take_all(self._unread_deltas)
             delta = deltas[0] if deltas else Delta(self.choice)
             for later in deltas[1:]:
                 delta.merge(later)
             return delta
-        tokens = self._unread_tokens[:]
-        del self._unread_tokens[: len(tokens)]
         try:
-            self._write_all(tokens)
+            self._write_all(take_all(self._unread_tokens))
         except BaseException as error:  # a panic in a Rust library is not an Exception
             raise failure_of(error) from error
         delta, self._delta = self._delta, Delta(self.choice)
@@ -417,3 +416,13 @@ class SequenceOutput:
         called = reason == "stop" and self._parser is not None and self._parser.calls_started
         self._delta.finish_reason = "tool_calls" if called else reason
         self._delta.stop_reason = stop
+
+
+def take_all(unread: list[T]) -> list[T]:
+    """Empty a list to which the worker's thread may append meanwhile, and return its items: the
+    worker reports what it appends to an empty list, not what follows an unread item."""
+    taken: list[T] = []
+    while count := len(unread):
+        taken += unread[:count]
+        del unread[:count]
+    return taken
