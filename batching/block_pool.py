@@ -296,6 +296,6 @@ class BlockPool:
     def _new_prefix(self, block: int, key: BlockKey) -> int:
         """Number the prefix that ends with a block."""
         self._last_prefix += 1
+        self._prefix_of[block] = self._last_prefix  # before the key: other threads read both
         self._key_of[block] = key
-        self._prefix_of[block] = self._last_prefix
         return self._last_prefix

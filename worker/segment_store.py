@@ -202,9 +202,9 @@ class SegmentStore:
     # ── writing ──
 
     def write(self, records: Iterable[tuple[bytes, Buffer]], most: int) -> int:
-        """Write records, at most `most`, in new segments; return their bytes. A record that is
-        larger than a segment is left out. Raises OSError, such as for a full disk; the segments
-        before stay."""
+        """Write records in new segments, whose headers have room for `most` of them; return their
+        bytes. A record that is larger than a segment is left out. Raises OSError, such as for a
+        full disk; the segments before stay."""
         limit, total = min(SEGMENT_BYTES, self.max_bytes // 4), 0
         start = _aligned(HEADER.size + most * RECORD.size)
         file: TemporaryFile | None = None
@@ -213,7 +213,8 @@ class SegmentStore:
             for key, data in records:
                 if start + len(data) > limit:
                     continue
-                if file and _aligned(end) + len(data) > limit:
+                has_entry = HEADER.size + len(entries) + RECORD.size <= start
+                if file and not (has_entry and _aligned(end) + len(data) <= limit):
                     self._finish(file, entries, end)
                     file.discard()
                     file = None

@@ -70,6 +70,13 @@ def test_a_record_that_no_segment_holds_is_left_out(tmp_path: Path) -> None:
     assert read(store, range(1, 2)) == [record(1)[1]]
 
 
+def test_more_records_than_a_header_has_room_for_are_written_whole(tmp_path: Path) -> None:
+    store = SegmentStore(tmp_path / "kv", 64 * MB)
+    store.write(map(record, range(300)), 1)  # others of a prefix were removed meanwhile
+    assert read(store, range(300)) == [record(n)[1] for n in range(300)]
+    assert len(segments(store)) == 3
+
+
 @pytest.mark.parametrize("place", [0, 20, 33, 40, 50, 60, 64, 4100, -1])
 def test_a_flipped_bit_loses_the_segment_alone(tmp_path: Path, place: int) -> None:
     store = written(tmp_path / "kv", range(10))

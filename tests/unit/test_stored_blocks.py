@@ -1,5 +1,7 @@
 """Blocks and states that other threads copy: whether a copy is of the contents that it was for."""
 
+from typing import Any
+
 from batching.stored_blocks import RegisteredBlock, StoredBlockPool, StoredStatePool
 
 A, B, C = [[letter] * 4 for letter in (1, 2, 3)]  # a block each
@@ -27,6 +29,21 @@ def test_a_block_holds_its_contents_until_it_is_evicted() -> None:
     assert not pool.holds(block)
     run(pool, A)
     assert not pool.holds(block)  # the same contents, perhaps written meanwhile
+
+
+def test_a_block_never_seems_to_hold_its_former_contents() -> None:
+    """Another thread may ask between any two changes of the pool."""
+    pool, answers = StoredBlockPool(1, 4), list[bool]()
+    block = run(pool, A)
+
+    class Watched(list[Any]):
+        def __setitem__(self, *change: Any) -> None:
+            super().__setitem__(*change)
+            answers.append(pool.holds(block))
+
+    pool._key_of, pool._prefix_of = Watched(pool._key_of), Watched(pool._prefix_of)
+    run(pool, B)
+    assert answers == [False] * 3  # evicted, then announced
 
 
 def test_a_checkpoint_holds_its_states_until_its_slot_is_taken_again() -> None:
