@@ -22,7 +22,7 @@ from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
 from worker.load_context import LoadStopped
-from worker.messages.deltas import Delta
+from worker.messages.deltas import DeltaSource
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import PipelineInput, StepOutcome
 from worker.registry import ServedModel
@@ -45,8 +45,8 @@ class Stream:
         self.text = ""
         self.started = asyncio.Event()
 
-    def push(self, delta: Delta) -> None:
-        self.text += delta.text
+    def push(self, source: DeltaSource) -> None:
+        self.text += source.take_delta().text
         self.started.set()
 
 
