@@ -44,7 +44,7 @@ from worker.error_classification import failure_of
 from worker.load_context import LoadContext, loading
 from worker.loader import Job, Loader
 from worker.messages.adapters import Adapter
-from worker.messages.protocol import OtherModels, State, StepOutcome
+from worker.messages.protocol import State, StepOutcome
 from worker.registry import ServedModel
 
 log = logging.getLogger("onequeue.worker")
@@ -79,11 +79,11 @@ class Listener(Protocol):
 
 
 @dataclass(eq=False)
-class OtherServedModels(OtherModels):
-    """The other models of a worker than the one with this name."""
+class OtherServedModels:
+    """Implements OtherModels of worker.messages.protocol for one model."""
 
     worker: "Worker"
-    name: str
+    name: str  # of that model
     total_s: float = 0.0
 
     @property

@@ -89,7 +89,7 @@ def test_the_library_depends_on_contents_not_on_folders(
     paths.add(library_path(build=False))
     monkeypatch.setattr(torch, "__version__", "0.1")
     paths.add(library_path(build=False))
-    monkeypatch.setattr(native, "_cpu_features", lambda: "flags: avx")
+    monkeypatch.setattr(native, "cpu_features", lambda: "flags: avx")
     paths.add(library_path(build=False))
     assert len(paths) == 5
 

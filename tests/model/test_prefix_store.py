@@ -17,7 +17,7 @@ from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import paged_engine, record_weights
 from worker.engines.generation.stored_engine import StoredEngine
 from worker.messages.adapters import Adapter
-from worker.messages.protocol import OtherModels
+from worker.messages.protocol import NoOtherModels
 from worker.model.language_model import GeneratorOptions
 from worker.segment_store import SegmentStore
 
@@ -27,7 +27,7 @@ READ = 176  # tokens of full blocks of a turn
 NEXT = [ORDINARY[n * 7 % 290] for n in range(30)]
 
 
-class Woken(OtherModels):
+class Woken(NoOtherModels):
     """Lets a test wait for the end of a read as the worker's thread does."""
 
     def __init__(self) -> None:
