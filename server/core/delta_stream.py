@@ -173,7 +173,7 @@ class TokenStream(DeltaStream[Delta]):
         elif len(self._ended) < self._num_choices:
             return  # read meanwhile: a reader with nothing to read would send a comment
         if source.unread >= MAX_UNREAD:
-            self._write()
+            self._write([source.choice])
         if self._is_read and self.started and not source.finished:
             self.worker_client.wake_reader(self._wake)
         else:
@@ -183,12 +183,11 @@ class TokenStream(DeltaStream[Delta]):
         if self._sources or self._choices:  # else the end of another choice has woken the reader
             self.arrival.set()
 
-    def _write(self) -> None:
-        """Write the text of unread tokens. A failure ends the request."""
-        sources, self._sources = self._sources, {}
-        for choice, source in sources.items():
+    def _write(self, choices: Sequence[int]) -> None:
+        """Write the text of choices' unread tokens. A failure ends the request."""
+        for choice in choices:
             try:
-                delta = source.take_delta()
+                delta = self._sources.pop(choice).take_delta()
             except OnequeueError as error:
                 cause = error.__cause__ or error
                 log.warning("generation failed id=%s error=%.200r", self.context.request_id, cause)
@@ -209,7 +208,7 @@ class TokenStream(DeltaStream[Delta]):
 
     def take(self) -> list[Delta]:
         """Return one delta per choice, in order."""
-        self._write()
+        self._write([*self._sources])
         self.unfinished = self._num_choices - len(self._ended)
         deltas = [self._choices[choice] for choice in sorted(self._choices)]
         self._choices = {}
@@ -225,7 +224,7 @@ class TokenStream(DeltaStream[Delta]):
         self.record.first_token_at = self._started_at
 
     def close(self) -> None:
-        self._write()  # counts all tokens against the limit of the key
+        self._write([*self._sources])  # counts all tokens against the limit of the key
         self.worker_client.readers -= self._is_read
         if not self.unfinished:  # all was read, maybe before the step that ended the items was over
             self.ended_at = self.ended_at or time.monotonic()

@@ -18,12 +18,14 @@ from tests.generating import (
     assert_greedy,
     engine,
     greedy,
+    prepare,
     prompts,
     raw_logits,
     request,
     serve,
 )
-from worker.messages.deltas import Delta, TokenLogprob
+from worker.engines.generation.engine import MAX_WRITTEN
+from worker.messages.deltas import MAX_UNREAD, Delta, TokenLogprob
 from worker.messages.generation import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")
@@ -201,6 +203,20 @@ def test_choices_share_the_blocks_of_their_prompt() -> None:
     [again], _ = serve(generator, [request(prompt, SAMPLED, n=3)])
     assert [choice.cached_tokens for choice in again.choices] == [32, 0, 0]
     assert again.ids == served.ids
+
+
+def test_a_step_reports_few_of_the_choices_that_have_filled_together() -> None:
+    generator, written = engine("llama", speculation="off"), list[int]()
+    item = request(prompt_of(20), max_tokens=MAX_UNREAD + 9, n=MAX_WRITTEN + 3)
+    prepare(generator, item)
+    generator.add(item)
+    while generator.busy:
+        choices = [choice for _, choice in generator.step().deltas]
+        full = [c for c in choices if not c.finished and c.unread >= MAX_UNREAD]
+        written += [len(full)] * bool(full)
+        for choice in full:
+            choice.take_delta()
+    assert written == [1, MAX_WRITTEN, 2]  # the first choice alone computes the prompt
 
 
 # ── stop conditions ──

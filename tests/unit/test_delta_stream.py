@@ -254,3 +254,16 @@ def test_a_response_that_is_read_before_its_item_ends_has_an_end() -> None:
     record = asyncio.run(end())
     assert record.ended_at >= record.first_token_at > 0
     assert record.per_token_s >= 0
+
+
+def test_a_choice_with_many_unread_tokens_is_written_alone() -> None:
+    async def push() -> list[int]:
+        with token_stream(client_of(readers=0), choices=2) as stream:
+            choices = DeltaQueue(0), DeltaQueue(1)
+            for choice, tokens in zip(choices, (MAX_UNREAD - 1, MAX_UNREAD), strict=True):
+                for _ in range(tokens):
+                    choice.push(Delta(choice.choice, tokens=1))
+                stream.push(choice)
+            return [choice.unread for choice in choices]
+
+    assert asyncio.run(push()) == [MAX_UNREAD - 1, 0]

@@ -98,8 +98,8 @@ class Delta:
 
 
 class DeltaSource(Protocol):
-    """A choice as the event loop sees it. It hears of the first unread token, of the end, and of
-    each token from MAX_UNREAD unread ones on."""
+    """A choice as the event loop sees it. It hears of the first unread token, of the end, and from
+    MAX_UNREAD unread tokens on of some, a few choices in a step."""
 
     choice: int
     finished: bool  # no token follows the unread ones; set once the last one is there

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("onequeue.generation")
 
 RUNS_AHEAD = {"cpu": False, "cuda": True}  # a step is launched before the last one is read
+# Choices with MAX_UNREAD tokens whose text the event loop writes after a step: those that started
+# together have so many together.
+MAX_WRITTEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class GenerationEngine:
         self._step_started = 0.0
         self._counts: Counter[str] = Counter()  # fields of StepReport
         self._deltas: dict[DeltaSource, WorkItem] = {}  # choices with news, each once
+        self._full = 0  # choices with MAX_UNREAD tokens or more
 
     def _new_encoder_scheduler(self) -> "EncoderScheduler | None":
         runner, preprocessor = self.runner, self.input_processor.media_preprocessor
@@ -265,7 +269,7 @@ class GenerationEngine:
 
     def step(self, idle_since: float = 0.0) -> StepOutcome[DeltaSource]:
         self._step_started = time.monotonic()
-        self._counts, self._deltas = Counter(), {}
+        self._counts, self._deltas, self._full = Counter(), {}, 0
         self._drop_cancelled()
         if chunks := self._schedule():
             for of_form in _by_form(chunks):
@@ -492,7 +496,10 @@ class GenerationEngine:
         self.scheduler.advance(chunk, tokens)
         if output.finished:
             self.scheduler.remove(sequence)
-        if output.finished or not len(tokens) < output.unread < MAX_UNREAD:
+        unread = output.unread  # the event loop takes them meanwhile
+        is_first, is_full = unread <= len(tokens), unread >= MAX_UNREAD
+        self._full += is_full
+        if output.finished or is_first or (is_full and self._full <= MAX_WRITTEN):
             self._deltas[output] = output.item
 
     def _learn_times(self, step: InFlightStep) -> None:
