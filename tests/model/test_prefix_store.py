@@ -221,6 +221,25 @@ def test_others_run_while_a_prefix_is_read(
     assert driver.total("read_tokens") == READ
 
 
+def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
+    generator = stored("qwen3.5-vl")
+    turn(generator, multimodal.request(*parts))
+    generator.flush()
+    gate, generator = Gate(monkeypatch), stored("qwen3.5-vl")
+    driver = Driver(generator)
+    driver.add(multimodal.request(*parts))
+    while not generator.prefixes.is_reading:  # the image is encoded first
+        driver.step()
+    assert generator.step() is None
+    assert generator.due_at(1.0) is None
+    gate.opened.set()
+    driver.finish()
+    assert driver.total("read_tokens") >= 48
+
+
 def test_a_client_may_leave_while_its_prefix_is_read(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
