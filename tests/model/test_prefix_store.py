@@ -240,6 +240,21 @@ def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
     assert driver.total("read_tokens") >= 48
 
 
+def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(stored("llama"))
+    gate, driver = Gate(monkeypatch), Driver(stored("llama", blocks=24))
+    running = driver.add(request(PROMPT[::-1], max_tokens=60))
+    driver.step()
+    driver.add(request(prompt))
+    while not running.done:
+        assert not driver.step().preempted
+    gate.opened.set()
+    driver.finish()
+    assert driver.total("read_tokens") == READ
+
+
 def test_a_client_may_leave_while_its_prefix_is_read(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

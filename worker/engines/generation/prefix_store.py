@@ -144,12 +144,16 @@ class PrefixStore:
 
     # ── reading ──
 
-    def begin_read(self, pool: BlockPool, sequence: Sequence, matched: list[int]) -> bool:
+    def begin_read(
+        self, pool: BlockPool, sequence: Sequence, matched: list[int], reserve: int
+    ) -> bool:
         """Begin to read the blocks of a prefix after the `matched` ones, if they are on disk and
-        that takes less time than to compute them. The sequence waits until the end."""
+        that takes less time than to compute them. The sequence waits until the end. One that could
+        not run, with `reserve` blocks left to others, takes none from those that do."""
         size, first = pool.block_size, len(matched)
         contents = sequence.contents
-        if (len(contents) - 1) // size - first < MIN_BLOCKS:
+        needed = pool.blocks_for(len(contents)) - first + reserve
+        if (len(contents) - 1) // size - first < MIN_BLOCKS or needed > pool.free:
             return False
         keys: list[bytes] = []
         for key in _chain(sequence.disk_key, contents, (len(contents) - 1) // size, size):
@@ -161,16 +165,16 @@ class PrefixStore:
             while len(keys) > first and _state_key(keys[-1]) not in self._store:
                 keys.pop()
             states = [_state_key(key) for key in keys[-1:]]
-        end = len(keys)
+        if (end := len(keys)) - first < MIN_BLOCKS:
+            return False
         compute_s = (end - first) * size * self._times.token_s
         read_bytes = (end - first) * self._block_bytes + len(states) * self._state_bytes
-        is_slower = self._bytes_per_s * compute_s < read_bytes and self._bytes_per_s and compute_s
-        if end - first < MIN_BLOCKS or is_slower:
+        if self._bytes_per_s and compute_s and self._bytes_per_s * compute_s < read_bytes:
             return False
         tokens, namespace = end * size, sequence.cache_namespace
         prefix = [*contents[:tokens]]
         checkpoints = (tokens,) if states else ()
-        table = pool.open(prefix, matched, 0, namespace, checkpoints)
+        table = pool.open(prefix, matched, needed - (end - first), namespace, checkpoints)
         if table is None:
             return False
         slots = [segment.target for segment in pool.plan_states(table, tokens)]
