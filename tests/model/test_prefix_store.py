@@ -18,6 +18,7 @@ from worker.engines.generation.loading import paged_engine, record_weights
 from worker.engines.generation.stored_engine import StoredEngine
 from worker.messages.adapters import Adapter
 from worker.messages.protocol import OtherModels
+from worker.model import fingerprint
 from worker.model.language_model import GeneratorOptions
 from worker.segment_store import SegmentStore
 
@@ -116,6 +117,32 @@ def test_a_prefix_with_an_image_is_read_for_this_image_alone(
     assert read >= 48
     _, driver = turn(stored(model), multimodal.request(parts[0], multimodal.png(1), parts[2]))
     assert driver.total("read_tokens") < read
+
+
+def test_another_decoder_of_media_reads_nothing(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
+    generator = stored("qwen2-vl")
+    turn(generator, multimodal.request(*parts))
+    generator.flush()
+    versions = [(name, version + ".1") for name, version in fingerprint.media_versions()]
+    assert "pillow" in dict(versions)
+    monkeypatch.setattr(fingerprint, "media_versions", lambda: versions)
+    _, driver = turn(stored("qwen2-vl"), multimodal.request(*parts))
+    assert driver.total("read_tokens") == 0
+
+
+@pytest.mark.parametrize("file", ["batching/sequence.py", "worker/media/images.py"])
+def test_all_code_that_numbers_depend_on_is_in_the_digest(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "worker/model/fingerprint.py"))
+    digest = fingerprint.code_digest.__wrapped__
+    before, path = digest(), tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("x = 1")
+    assert digest() != before
 
 
 def test_another_namespace_reads_nothing(stored: Callable[..., StoredEngine]) -> None:
