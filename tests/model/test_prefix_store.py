@@ -192,6 +192,9 @@ def test_an_adapter_reads_its_own_keys(tmp_path: Path, stored: Callable[..., Sto
         item = changed(request(prompt), adapter=adapter)
         assert turn(generator, item)[1].total("read_tokens") == expected
     assert turn(stored("llama"), request(prompt))[1].total("read_tokens") == 0
+    generator.prefixes._adapters.clear()
+    with pytest.raises(KeyError):  # not the key of the model's own weights
+        generator.prefixes.key_of(b"", "", adapter.weights)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3.5"])

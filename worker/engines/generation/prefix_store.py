@@ -125,7 +125,7 @@ class PrefixStore:
         form_digest = self.form_digests.get(form)
         if form_digest is None:
             return b""
-        parts = self._fingerprint, form_digest, adapter and self._adapters.get(adapter), namespace
+        parts = self._fingerprint, form_digest, adapter and self._adapters[adapter], namespace
         return blake2b(repr(parts).encode(), digest_size=16, key=self._store.secret).digest()
 
     def add_adapter(self, weights: Any) -> None:
