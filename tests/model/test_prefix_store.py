@@ -215,13 +215,15 @@ def test_damaged_segments_are_computed(
 
 
 class Gate:
-    """Holds the reads of a store until it is opened."""
+    """Holds the reads of a store until it is opened. `counts`: of the records of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
+        self.counts: list[int] = []
         read = SegmentStore.read
 
         def gated(store: SegmentStore, keys: list[bytes]) -> Iterator[memoryview]:
+            self.counts.append(len(keys))
             for data in read(store, keys):
                 self.reached.set()
                 assert self.opened.wait(60)
@@ -283,6 +285,25 @@ def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
     gate.opened.set()
     driver.finish()
     assert driver.total("read_tokens") == READ
+
+
+def test_the_shortest_prefix_is_read_next(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = stored("llama")
+    lengths = 100, 160, 80
+    prompts = [[token, *PROMPT[: length - 1]] for token, length in zip(NEXT, lengths, strict=False)]
+    for prompt in prompts:
+        turn(generator, request(prompt))
+    generator.flush()
+    gate, driver = Gate(monkeypatch), Driver(stored("llama"))
+    for prompt in prompts:
+        driver.add(request(prompt))
+        driver.step()
+        assert gate.reached.wait(60)
+    gate.opened.set()
+    driver.finish()
+    assert gate.counts == [6, 4, 9]  # the first one had begun
 
 
 def test_a_client_may_leave_while_its_prefix_is_read(

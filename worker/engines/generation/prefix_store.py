@@ -101,6 +101,7 @@ class PrefixStore:
         self._adapters = WeakKeyDictionary[object, bytes]()
         self._bytes_per_s = 0.0  # of reads; 0: there were none
         self._readings: set[Reading] = set()
+        self._unread: list[Reading] = []  # of those, what the thread has not begun
         self._done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._epoch = 0  # the blocks' contents are others in the next one
         self._unwritten: deque[Unwritten] = deque()
@@ -182,10 +183,14 @@ class PrefixStore:
         reading = Reading(sequence, table, prefix, wanted, blocks, slots)
         sequence.reading = True
         self._readings.add(reading)
-        self._reader.submit(lambda: self._read(reading))
+        self._unread.append(reading)
+        self._reader.submit(self._read)
         return True
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self) -> None:
+        """Read the shortest prefix of those that wait: it would also be computed the soonest."""
+        reading = min(self._unread, key=self._bytes_of)
+        self._unread.remove(reading)
         try:
             self._fill(reading)
         finally:
