@@ -306,6 +306,22 @@ def test_the_shortest_prefix_is_read_next(
     assert gate.counts == [6, 4, 9]  # the first one had begun
 
 
+def test_reads_are_tried_again_after_a_slow_one(stored: Callable[..., StoredEngine]) -> None:
+    prompt = first_turn(stored("llama"))
+    generator = stored("llama")
+    generator.times.learn(512, 0, 1.0)
+    prefixes = generator.prefixes
+    speed = prefixes._block_bytes / 16 / generator.times.token_s  # of computing
+    prefixes._bytes_per_s = 0.9 * speed
+    _, driver = turn(generator, request(prompt))
+    assert driver.total("read_tokens") == 0
+    while prefixes._bytes_per_s < speed:
+        generator.scheduler.pool.drop_cached()
+        assert turn(generator, request(prompt))[1].total("read_tokens") == 0
+    generator.scheduler.pool.drop_cached()
+    assert turn(generator, request(prompt))[1].total("read_tokens") >= READ
+
+
 def test_a_client_may_leave_while_its_prefix_is_read(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,8 @@ log = logging.getLogger("onequeue.prefix_store")
 
 # Fewer blocks are computed: a step that runs anyway takes them along.
 MIN_BLOCKS = 4
+# Of the measured speed, for each read that it refuses: one is tried again after a slow one.
+RETRY_FACTOR = 1.02
 MAX_WAITING = 256  # chains that wait to be written
 # The lowest priority: the threads use what steps leave idle, and little of a core that steps use.
 NICENESS = 19
@@ -171,6 +173,7 @@ class PrefixStore:
         compute_s = (end - first) * size * self._times.token_s
         read_bytes = (end - first) * self._block_bytes + len(states) * self._state_bytes
         if self._bytes_per_s and compute_s and self._bytes_per_s * compute_s < read_bytes:
+            self._bytes_per_s *= RETRY_FACTOR
             return False
         tokens, namespace = end * size, sequence.cache_namespace
         prefix = [*contents[:tokens]]
