@@ -56,7 +56,7 @@ class ContinuousScheduler:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
-        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int]], bool]  # of PrefixStore
+        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int], int], bool]  # PrefixStore's
         self.save: abc.Callable[[BlockPool, Sequence], None]
         self.running: list[Sequence] = []  # by priority, then by order of arrival
         self.num_waiting = 0
@@ -372,7 +372,9 @@ class ContinuousScheduler:
             )
             if sequence.pending_prefix is None:
                 usable = self.pool.resumable(matched)
-                if sequence.disk_key and self.begin_read(self.pool, sequence, matched[:usable]):
+                if sequence.disk_key and self.begin_read(
+                    self.pool, sequence, matched[:usable], self._reserve
+                ):
                     return None
                 # where it leaves a prefix of others: later ones may continue from there
                 sequence.branch = len(matched) * self.pool.block_size if matched[usable:] else 0
@@ -386,9 +388,10 @@ class ContinuousScheduler:
             if not self.pool.grow(sequence.table, len(sequence.tokens)):
                 return False
         else:
-            reserve = min(len(self.running), self.pool.num_blocks // RESERVE_DIVISOR)
             checkpoints = self._checkpoints(sequence) if self.pool.states else ()
-            sequence.table = self.pool.open(contents, matched, reserve, namespace, checkpoints)
+            sequence.table = self.pool.open(
+                contents, matched, self._reserve, namespace, checkpoints
+            )
             if sequence.table is None:
                 return False
             sequence.computed = len(matched) * self.pool.block_size
@@ -401,6 +404,11 @@ class ContinuousScheduler:
             self.admitted.append(sequence)
         self._add_running(sequence)
         return True
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks that an admission leaves free."""
+        return min(len(self.running), self.pool.num_blocks // RESERVE_DIVISOR)
 
     def _checkpoints(self, sequence: Sequence) -> set[int]:
         """Return the numbers of tokens after which the states of its prompt are kept."""

@@ -77,7 +77,10 @@ class SegmentStore:
         self.folder = Path(folder).expanduser()
         self.max_bytes = max_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.folder.stat().st_mode & 0o077:
+        status = self.folder.stat()
+        if status.st_uid != os.geteuid():
+            raise FolderIsOpen("another user owns it")
+        if status.st_mode & 0o077:
             raise FolderIsOpen("other users may read it: chmod 700")
         self.secret = self._read_secret()
         self._lock = threading.Lock()  # of what follows

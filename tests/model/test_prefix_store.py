@@ -18,6 +18,7 @@ from worker.engines.generation.loading import paged_engine, record_weights
 from worker.engines.generation.stored_engine import StoredEngine
 from worker.messages.adapters import Adapter
 from worker.messages.protocol import NoOtherModels
+from worker.model import fingerprint
 from worker.model.language_model import GeneratorOptions
 from worker.segment_store import SegmentStore
 
@@ -118,6 +119,32 @@ def test_a_prefix_with_an_image_is_read_for_this_image_alone(
     assert driver.total("read_tokens") < read
 
 
+def test_another_decoder_of_media_reads_nothing(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
+    generator = stored("qwen2-vl")
+    turn(generator, multimodal.request(*parts))
+    generator.flush()
+    versions = [(name, version + ".1") for name, version in fingerprint.media_versions()]
+    assert "pillow" in dict(versions)
+    monkeypatch.setattr(fingerprint, "media_versions", lambda: versions)
+    _, driver = turn(stored("qwen2-vl"), multimodal.request(*parts))
+    assert driver.total("read_tokens") == 0
+
+
+@pytest.mark.parametrize("file", ["batching/sequence.py", "worker/media/images.py"])
+def test_all_code_that_numbers_depend_on_is_in_the_digest(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "worker/model/fingerprint.py"))
+    digest = fingerprint.code_digest.__wrapped__
+    before, path = digest(), tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("x = 1")
+    assert digest() != before
+
+
 def test_another_namespace_reads_nothing(stored: Callable[..., StoredEngine]) -> None:
     prompt = first_turn(stored("llama"), cache_namespace=b"alice")
     for namespace, expected in ((b"bob", 0), (b"", 0), (b"alice", READ)):
@@ -165,6 +192,9 @@ def test_an_adapter_reads_its_own_keys(tmp_path: Path, stored: Callable[..., Sto
         item = changed(request(prompt), adapter=adapter)
         assert turn(generator, item)[1].total("read_tokens") == expected
     assert turn(stored("llama"), request(prompt))[1].total("read_tokens") == 0
+    generator.prefixes._adapters.clear()
+    with pytest.raises(KeyError):  # not the key of the model's own weights
+        generator.prefixes.key_of(b"", "", adapter.weights)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3.5"])
@@ -185,13 +215,15 @@ def test_damaged_segments_are_computed(
 
 
 class Gate:
-    """Holds the reads of a store until it is opened."""
+    """Holds the reads of a store until it is opened. `counts`: of the records of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
+        self.counts: list[int] = []
         read = SegmentStore.read
 
         def gated(store: SegmentStore, keys: list[bytes]) -> Iterator[memoryview]:
+            self.counts.append(len(keys))
             for data in read(store, keys):
                 self.reached.set()
                 assert self.opened.wait(60)
@@ -219,6 +251,75 @@ def test_others_run_while_a_prefix_is_read(
     driver.finish()
     assert waiting.ids == expected.ids
     assert driver.total("read_tokens") == READ
+
+
+def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
+    generator = stored("qwen3.5-vl")
+    turn(generator, multimodal.request(*parts))
+    generator.flush()
+    gate, generator = Gate(monkeypatch), stored("qwen3.5-vl")
+    driver = Driver(generator)
+    driver.add(multimodal.request(*parts))
+    while not generator.prefixes.is_reading:  # the image is encoded first
+        driver.step()
+    assert generator.step() is None
+    assert generator.due_at(1.0) is None
+    gate.opened.set()
+    driver.finish()
+    assert driver.total("read_tokens") >= 48
+
+
+def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(stored("llama"))
+    gate, driver = Gate(monkeypatch), Driver(stored("llama", blocks=24))
+    running = driver.add(request(PROMPT[::-1], max_tokens=60))
+    driver.step()
+    driver.add(request(prompt))
+    while not running.done:
+        assert not driver.step().preempted
+    gate.opened.set()
+    driver.finish()
+    assert driver.total("read_tokens") == READ
+
+
+def test_the_shortest_prefix_is_read_next(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = stored("llama")
+    lengths = 100, 160, 80
+    prompts = [[token, *PROMPT[: length - 1]] for token, length in zip(NEXT, lengths, strict=False)]
+    for prompt in prompts:
+        turn(generator, request(prompt))
+    generator.flush()
+    gate, driver = Gate(monkeypatch), Driver(stored("llama"))
+    for prompt in prompts:
+        driver.add(request(prompt))
+        driver.step()
+        assert gate.reached.wait(60)
+    gate.opened.set()
+    driver.finish()
+    assert gate.counts == [6, 4, 9]  # the first one had begun
+
+
+def test_reads_are_tried_again_after_a_slow_one(stored: Callable[..., StoredEngine]) -> None:
+    prompt = first_turn(stored("llama"))
+    generator = stored("llama")
+    generator.times.learn(512, 0, 1.0)
+    prefixes = generator.prefixes
+    speed = prefixes._block_bytes / 16 / generator.times.token_s  # of computing
+    prefixes._bytes_per_s = 0.9 * speed
+    _, driver = turn(generator, request(prompt))
+    assert driver.total("read_tokens") == 0
+    while prefixes._bytes_per_s < speed:
+        generator.scheduler.pool.drop_cached()
+        assert turn(generator, request(prompt))[1].total("read_tokens") == 0
+    generator.scheduler.pool.drop_cached()
+    assert turn(generator, request(prompt))[1].total("read_tokens") >= READ
 
 
 def test_a_client_may_leave_while_its_prefix_is_read(

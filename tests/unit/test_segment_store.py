@@ -49,6 +49,15 @@ def test_the_folder_tells_nothing_to_others(tmp_path: Path) -> None:
         SegmentStore(store.folder, MB)
 
 
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SegmentStore(tmp_path / "kv", MB)
+    monkeypatch.setattr(os, "geteuid", lambda: store.folder.stat().st_uid + 1)
+    with pytest.raises(FolderIsOpen, match="another user"):
+        SegmentStore(store.folder, MB)
+
+
 def test_the_least_recently_used_segments_are_removed_first(tmp_path: Path) -> None:
     store = SegmentStore(tmp_path / "kv", 400_000)
     data = bytes(80_000)

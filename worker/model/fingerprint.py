@@ -4,6 +4,7 @@ stored are read only where this one would compute the same."""
 from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from worker.model.paged_runner import PagedRunner, PromptRun, chunk_steps
 
 PROBE_TOKENS = 49
 SAMPLES = 4096  # bytes of each tensor
-# Folders of the code that computes keys and values, below this package's parent.
-CODE = ("backends", "device", "engines/generation", "model", "vision")
+CODE = ("batching", "worker")  # packages, of which some compute keys and values
+# They decode media, and compute the features of which the encoders make keys and values.
+MEDIA_PACKAGES = ("av", "numpy", "pillow", "soundfile", "soxr", "torchvision")
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
@@ -40,12 +42,18 @@ def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
 @cache
 def code_digest() -> bytes:
     """Return a digest of this version's code."""
-    root, digest = Path(__file__).parents[1], blake2b(digest_size=16)
+    root, digest = Path(__file__).parents[2], blake2b(digest_size=16)
     for folder in CODE:
         for file in sorted((root / folder).rglob("*")):
             if file.suffix in (".py", ".cpp", ".h"):
                 digest.update(file.read_bytes())
     return digest.digest()
+
+
+def media_versions() -> list[tuple[str, str]]:
+    """Return the packages on which the features of media depend, with their versions."""
+    found = (package for name in MEDIA_PACKAGES for package in metadata.distributions(name=name))
+    return [(package.name, package.version) for package in found]
 
 
 def form_digest(runner: PagedRunner, form: Form, model: Callable[..., Any]) -> bytes:

@@ -114,12 +114,12 @@ def open_prefix_store(
 ) -> "PrefixStore":
     """Return the prefixes of a model on disk."""
     from worker.engines.generation.prefix_store import PrefixStore
-    from worker.model.fingerprint import fingerprint, form_digest
+    from worker.model.fingerprint import fingerprint, form_digest, media_versions
     from worker.segment_store import open_store
 
     settings = (
         options.quantization, options.compile, options.lora_dir != "none", runner.max_model_len,
-        preprocessor and preprocessor.processor.settings, options.max_image_mp,
+        preprocessor and (preprocessor.processor.settings, media_versions()), options.max_image_mp,
     )  # fmt: skip
     numerics = fingerprint(runner.language, *settings)
     store = open_store(options.kv_cache_dir, int(options.kv_cache_dir_gb * 1e9))

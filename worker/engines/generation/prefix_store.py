@@ -45,6 +45,8 @@ log = logging.getLogger("onequeue.prefix_store")
 
 # Fewer blocks are computed: a step that runs anyway takes them along.
 MIN_BLOCKS = 4
+# Of the measured speed, for each read that it refuses: one is tried again after a slow one.
+RETRY_FACTOR = 1.02
 MAX_WAITING = 256  # chains that wait to be written
 # The lowest priority: the threads use what steps leave idle, and little of a core that steps use.
 NICENESS = 19
@@ -101,6 +103,7 @@ class PrefixStore:
         self._adapters = WeakKeyDictionary[object, bytes]()
         self._bytes_per_s = 0.0  # of reads; 0: there were none
         self._readings: set[Reading] = set()
+        self._unread: list[Reading] = []  # of those, what the thread has not begun
         self._done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._epoch = 0  # the blocks' contents are others in the next one
         self._unwritten: deque[Unwritten] = deque()
@@ -125,7 +128,7 @@ class PrefixStore:
         form_digest = self.form_digests.get(form)
         if form_digest is None:
             return b""
-        parts = self._fingerprint, form_digest, adapter and self._adapters.get(adapter), namespace
+        parts = self._fingerprint, form_digest, adapter and self._adapters[adapter], namespace
         return blake2b(repr(parts).encode(), digest_size=16, key=self._store.secret).digest()
 
     def add_adapter(self, weights: Any) -> None:
@@ -144,12 +147,16 @@ class PrefixStore:
 
     # ── reading ──
 
-    def begin_read(self, pool: BlockPool, sequence: Sequence, matched: list[int]) -> bool:
+    def begin_read(
+        self, pool: BlockPool, sequence: Sequence, matched: list[int], reserve: int
+    ) -> bool:
         """Begin to read the blocks of a prefix after the `matched` ones, if they are on disk and
-        that takes less time than to compute them. The sequence waits until the end."""
+        that takes less time than to compute them. The sequence waits until the end. One that could
+        not run, with `reserve` blocks left to others, takes none from those that do."""
         size, first = pool.block_size, len(matched)
         contents = sequence.contents
-        if (len(contents) - 1) // size - first < MIN_BLOCKS:
+        needed = pool.blocks_for(len(contents)) - first + reserve
+        if (len(contents) - 1) // size - first < MIN_BLOCKS or needed > pool.free:
             return False
         keys: list[bytes] = []
         for key in _chain(sequence.disk_key, contents, (len(contents) - 1) // size, size):
@@ -161,16 +168,17 @@ class PrefixStore:
             while len(keys) > first and _state_key(keys[-1]) not in self._store:
                 keys.pop()
             states = [_state_key(key) for key in keys[-1:]]
-        end = len(keys)
+        if (end := len(keys)) - first < MIN_BLOCKS:
+            return False
         compute_s = (end - first) * size * self._times.token_s
         read_bytes = (end - first) * self._block_bytes + len(states) * self._state_bytes
-        is_slower = self._bytes_per_s * compute_s < read_bytes and self._bytes_per_s and compute_s
-        if end - first < MIN_BLOCKS or is_slower:
+        if self._bytes_per_s and compute_s and self._bytes_per_s * compute_s < read_bytes:
+            self._bytes_per_s *= RETRY_FACTOR
             return False
         tokens, namespace = end * size, sequence.cache_namespace
         prefix = [*contents[:tokens]]
         checkpoints = (tokens,) if states else ()
-        table = pool.open(prefix, matched, 0, namespace, checkpoints)
+        table = pool.open(prefix, matched, needed - (end - first), namespace, checkpoints)
         if table is None:
             return False
         slots = [segment.target for segment in pool.plan_states(table, tokens)]
@@ -178,10 +186,14 @@ class PrefixStore:
         reading = Reading(sequence, table, prefix, wanted, blocks, slots)
         sequence.reading = True
         self._readings.add(reading)
-        self._reader.submit(lambda: self._read(reading))
+        self._unread.append(reading)
+        self._reader.submit(self._read)
         return True
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self) -> None:
+        """Read the shortest prefix of those that wait: it would also be computed the soonest."""
+        reading = min(self._unread, key=self._bytes_of)
+        self._unread.remove(reading)
         try:
             self._fill(reading)
         finally:

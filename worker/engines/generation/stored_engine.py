@@ -74,9 +74,14 @@ class StoredEngine(GenerationEngine):
         report = outcome.report
         assert isinstance(report, StepReport)
         is_idle = not (report.prefill_tokens or report.decode_tokens or outcome.done)
-        others_wait = self._in_flight or self._pending_masks or self._encoder_scheduler
-        self._rests = is_idle and self.prefixes.is_reading and not others_wait
+        self._rests = is_idle and self.prefixes.is_reading and not self._others_wait()
         return outcome
+
+    def _others_wait(self) -> bool:
+        """Return whether a later step has something to do before a read ends."""
+        encoder = self._encoder_scheduler
+        is_encoding = bool(encoder and encoder.waiting(self.scheduler))
+        return is_encoding or bool(self._in_flight or self._pending_masks)
 
     def _report(self) -> StepReport:
         self._counts += self.prefixes.take_counts()
