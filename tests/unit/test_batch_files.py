@@ -173,6 +173,19 @@ def test_lines_are_claimed_once_and_released_when_their_process_ends(
     assert found.crashes == 0
 
 
+def test_processes_that_die_together_are_one_crash(opened: Callable[[], BatchStore]) -> None:
+    """As those of machines that lose power: their lines have not ended them."""
+    stores = [opened() for _ in range(4)]
+    record = begun(stores[0], 6)
+    for store in stores[:3]:
+        assert len(claimed(store, record, 2)) == 2
+        kill(store.database)
+    stores[3].release_abandoned()
+    [found] = stores[3].unfinished()
+    assert found.crashes == 1
+    assert claimed(stores[3], found) == [*range(6)]
+
+
 def test_each_line_has_one_result(opened: Callable[[], BatchStore]) -> None:
     """A process whose claim is lost stores nothing, and what is stored is stored together."""
     one, other = opened(), opened()

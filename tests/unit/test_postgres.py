@@ -12,10 +12,13 @@ import anyio
 import pytest
 
 from batching.token_bucket import TokenBucket
+from server.apis.openai.batches.store import BatchStore
 from server.apis.openai.database import Database, DatabaseDown
 from server.app import create_app
 from server.core.settings import SettingsError, load_settings
 from tests.postgres import Postgres, kill, running_postgres
+from tests.serving import wait_until
+from tests.unit.test_batch_files import begun, claimed
 
 
 @pytest.fixture
@@ -86,6 +89,25 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
         assert one.is_alive(other.process)
         for database in (one, other):
             database.close()
+
+
+def test_a_batch_ends_while_the_lines_of_a_dead_process_are_released(
+    opened: Callable[[], Any], postgres: Postgres
+) -> None:
+    """Both lock the batch first: else each would wait for the other."""
+    stores = [BatchStore(opened(), 1_000_000, 1_000_000) for _ in range(3)]
+    dead, one, other = stores
+    record = begun(dead)
+    assert claimed(dead, record) == [0, 1, 2]
+    kill(dead.database)
+    waiting = "SELECT 1 FROM pg_locks WHERE NOT granted"
+    with ThreadPoolExecutor(1) as pool, one.database.transaction():
+        one.database.execute("SELECT 1 FROM batches FOR UPDATE")
+        released = pool.submit(other.release_abandoned)
+        wait_until(lambda: bool(postgres.execute(waiting)))
+        assert one.finish(record, "failed")
+    released.result(60)
+    assert not one.has_lines(record)
 
 
 def start(environment: dict[str, str]) -> None:

@@ -452,12 +452,20 @@ class BatchStore(Store):
         self.database.execute(released, (self.database.process, record.number))
 
     def release_abandoned(self) -> None:
-        released = "UPDATE lines SET process = NULL WHERE process = ? RETURNING batch"
+        """Release the claims of dead processes. Those that are found at a time count as one crash
+        of a batch: they may have lost power together."""
+        dead = self._dead("lines")
+        claimed = f"process IN ({', '.join('?' * len(dead))})"
+        locked = f"SELECT number FROM batches WHERE number = ? {self.database.for_update}"
+        released = f"UPDATE lines SET process = NULL WHERE {claimed} AND batch = ? RETURNING batch"
         crashed = "UPDATE batches SET crashes = crashes + 1 WHERE number = ?"
-        for process in self._dead("lines"):
+        execute = self.database.execute
+        found = f"SELECT DISTINCT batch FROM lines WHERE {claimed}"
+        for batch in execute(found, dead) if dead else ():
             with self.database.transaction():
-                for batch in sorted(set(self.database.execute(released, (process,)))):
-                    self.database.execute(crashed, batch)
+                execute(locked, batch)  # before its lines, as `append` and `finish` do
+                if execute(released, (*dead, *batch)):
+                    execute(crashed, batch)
         for process in self._dead("batches"):
             checked = "UPDATE batches SET process = NULL WHERE process = ?"
             self.database.execute(checked, (process,))
