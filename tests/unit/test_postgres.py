@@ -110,6 +110,16 @@ def test_a_batch_ends_while_the_lines_of_a_dead_process_are_released(
     assert not one.has_lines(record)
 
 
+def test_a_process_claims_as_many_lines_as_it_asks_for(opened: Callable[[], Any]) -> None:
+    """Also by the plan for a batch that is not in the statistics yet, which joins by a loop."""
+    store = BatchStore(opened(), 1_000_000, 1_000_000)
+    record = begun(store, 100)
+    with store.database.transaction():
+        for kind in ("hashjoin", "hashagg", "mergejoin", "sort", "material", "memoize"):
+            store.database.execute(f"SET LOCAL enable_{kind} = off")
+        assert claimed(store, record, 16) == [*range(16)]
+
+
 def start(environment: dict[str, str]) -> None:
     create_app(load_settings(environment))
 

@@ -439,11 +439,12 @@ class BatchStore(Store):
             "SELECT position FROM lines WHERE batch = ? AND process IS NULL AND NOT is_done "
             f"ORDER BY position LIMIT ? {self.database.skip_locked}"
         )
-        claimed = (
-            f"UPDATE lines SET process = ? WHERE batch = ? AND position IN ({unclaimed}) "
+        claimed = (  # materialized: PostgreSQL may run a subquery again, which finds further lines
+            f"WITH unclaimed AS MATERIALIZED ({unclaimed}) UPDATE lines SET process = ? "
+            "WHERE batch = ? AND position IN (SELECT position FROM unclaimed) "
             'RETURNING position, number, "offset", size'
         )
-        values = self.database.process, record.number, record.number, count
+        values = record.number, count, self.database.process, record.number
         return sorted(PendingInput(*row) for row in self.database.execute(claimed, values))
 
     def release(self, record: BatchRecord) -> None:
