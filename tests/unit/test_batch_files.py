@@ -242,6 +242,22 @@ def test_a_cancelled_batch_is_seen_by_all(opened: Callable[[], BatchStore]) -> N
         other.cancel(KEY, record.job.id)
 
 
+def test_a_batch_that_is_cancelled_before_its_end_is_cancelled(
+    opened: Callable[[], BatchStore],
+) -> None:
+    """The process that ends it has not read that yet."""
+    one, other = opened(), opened()
+    record = begun(one, 1)
+    assert claimed(one, record) == [0]
+    one.append(record, [result(0)])
+    other.cancel(KEY, record.job.id)
+    assert one.finish(record, "completed")
+    job = json.loads(one.batch(KEY, record.job.id))
+    assert (job["status"], job["completed_at"]) == ("cancelled", None)
+    assert job["cancelled_at"]
+    assert job["output_file_id"] == record.output_id
+
+
 def test_a_result_that_cannot_be_stored_changes_nothing(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,7 +351,7 @@ class BatchTask(StoredJob):
             log.info(
                 "batch ended id=%s status=%s completed=%d failed=%d seconds=%.1f",
                 self.id,
-                status,
+                job.status,
                 counts.completed,
                 counts.failed,
                 seconds,

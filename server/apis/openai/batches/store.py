@@ -521,6 +521,8 @@ class BatchStore(Store):
             if not is_unfinished:
                 return False
             job = record.job
+            if status == "completed" and job.status == "cancelling":  # by another process
+                status = "cancelled"
             job.status = status
             if status == "completed":
                 job.finalizing_at = now
