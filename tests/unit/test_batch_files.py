@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches import store as store_module
 from server.apis.openai.batches.input_file import MAX_ERRORS, MAX_LINES, InputChecker, prefix_key
+from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import (
     CHUNK_BYTES,
     BatchRecord,
@@ -184,6 +187,18 @@ def test_processes_that_die_together_are_one_crash(opened: Callable[[], BatchSto
     [found] = stores[3].unfinished()
     assert found.crashes == 1
     assert claimed(stores[3], found) == [*range(6)]
+
+
+def test_a_process_that_stops_reads_on_what_others_cancel() -> None:
+    record = SimpleNamespace(job=SimpleNamespace(id="batch_1", status="cancelling"))
+    jobs: Any = SimpleNamespace(
+        worker_client=None, stores=[], on_start=[], on_poll=[], is_stopping=True
+    )
+    store: Any = SimpleNamespace(unfinished=lambda: [record])
+    runner = BatchRunner(jobs, store, {})
+    [poll] = jobs.on_poll
+    anyio.run(poll)
+    assert runner.batches == {}
 
 
 def test_each_line_has_one_result(opened: Callable[[], BatchStore]) -> None:

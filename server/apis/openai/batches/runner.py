@@ -172,8 +172,9 @@ class BatchRunner:
             return
         for record in records:
             self.add(record)
-            if record.job.status == "cancelling":
-                self.batches[record.job.id].abort()
+            batch = self.batches.get(record.job.id)  # none if this process stops
+            if batch and record.job.status == "cancelling":
+                batch.abort()
 
     def find_key(self, namespace: bytes) -> ApiKey | None:
         """Return the key that a batch was created with; None if it is not valid any more."""
