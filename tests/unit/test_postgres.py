@@ -127,8 +127,12 @@ def start(environment: dict[str, str]) -> None:
 def test_a_wrong_url_ends_the_start_without_its_password(postgres: Postgres) -> None:
     for url, reason in (
         ("postgresql://u:secret@/none?host=/nowhere", "/nowhere"),
-        ("postgresql://u:secret@/none?unknown=1", "unknown"),
+        ("postgresql://u:secret@/none?unknown=1", "with known parameters"),
         ("mysql://u:secret@h", "must be sqlite or postgresql"),
+        ("postgresql://u:x@secret@h/none", "must be sqlite or postgresql.*%40"),
+        ("postgresql://u:0/secret@h/none", "must be sqlite or postgresql.*%2F"),
+        ("postgresql://u:secret%zz@h/none", "with known parameters"),
+        ("postgresql://u:secret@[h/none", "with known parameters"),
     ):
         with pytest.raises(SettingsError, match=f"STORE.*{reason}") as error:
             start({"STORE": url})

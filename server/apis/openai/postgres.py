@@ -73,8 +73,8 @@ class PostgresDatabase(Database):
         super().__init__()
         try:
             self._options: Any = CONNECTION | conninfo_to_dict(url) | {"autocommit": True}
-        except psycopg.ProgrammingError as error:
-            raise ValueError(str(error).strip()) from None
+        except psycopg.ProgrammingError:  # its text may quote the password
+            raise ValueError("is not a URL of PostgreSQL with known parameters") from None
         self._thread = threading.local()  # its transaction
         self._judges_from, self._is_down = 0.0, False
         self._locking = self._connect()
