@@ -80,14 +80,16 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
         assert time.perf_counter() - before < 3
         server.start()
         one.renew()
-        # the other one has no lock yet, and is not taken for dead
+        # the other one has no lock yet, and is not taken for dead, nor by a process that starts
+        new = module.PostgresDatabase(server.url())
         assert one.is_alive(other.process)
+        assert new.is_alive(other.process)
 
         assert one.execute("SELECT 1") == [(1,)]  # at once, in the time of a new connection
         other.renew()
         monkeypatch.setattr(one, "_judges_from", 0.0)
         assert one.is_alive(other.process)
-        for database in (one, other):
+        for database in (one, other, new):
             database.close()
 
 

@@ -76,7 +76,8 @@ class PostgresDatabase(Database):
         except psycopg.ProgrammingError:  # its text may quote the password
             raise ValueError("is not a URL of PostgreSQL with known parameters") from None
         self._thread = threading.local()  # its transaction
-        self._judges_from, self._is_down = 0.0, False
+        # Others may be connecting again at this time.
+        self._judges_from, self._is_down = time.monotonic() + RECONNECT_S, False
         self._locking = self._connect()
         self._pool = ConnectionPool(
             kwargs=self._options,
