@@ -93,6 +93,23 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
             database.close()
 
 
+def test_a_server_that_does_not_reply_fails_queries(
+    opened: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is paused: its own limit of a statement does not hold then."""
+    from server.apis.openai import postgres as module
+
+    database = opened()
+    monkeypatch.setattr(module, "REPLY_S", 0.2)
+    for _ in range(2):
+        before = time.perf_counter()
+        with pytest.raises(DatabaseDown), database.transaction():
+            database.execute("SELECT pg_sleep(60)")
+        assert time.perf_counter() - before < 5
+    monkeypatch.undo()
+    assert database.execute("SELECT 1") == [(1,)]
+
+
 def test_a_batch_ends_while_the_lines_of_a_dead_process_are_released(
     opened: Callable[[], Any], postgres: Postgres
 ) -> None:
