@@ -244,7 +244,11 @@ class Settings:
         "sqlite",
         "postgresql://… keeps responses, conversations, files, batches and the use of keys' limits "
         "for all servers; sqlite: RESPONSES_DB and BATCH_DIR",
-        part=(r"sqlite|postgres(ql)?://\S*", "sqlite or postgresql://…"),
+        # of a password with an @ or a / libpq takes a part for the host, which is in its errors
+        part=(
+            r"sqlite|postgres(ql)?://([^@/\s]*@)?[^@\s]*",
+            "sqlite or postgresql://…, where a password has %40 for @ and %2F for /",
+        ),
     )
     responses_db: str = setting(
         ":memory:", "sqlite file of stored responses; :memory: keeps them until the end"

@@ -21,6 +21,7 @@ from batching.errors import QueueFull
 from batching.fair_share import Priority
 from server.apis.openai import jobs
 from server.apis.openai.batches import input_file, runner, store
+from server.apis.openai.database import DatabaseDown
 from server.apis.openai.response_schemas import FileObject
 from server.http.request import SEND_BYTES
 from server.http.transfers import Transfer
@@ -429,6 +430,23 @@ def test_contents_that_are_read_leave_threads_to_other_requests(
         may_look_up.set()
         assert all(connection.recv(15) == b"HTTP/1.1 200 OK" for connection in connections)
     wait_until(lambda: not server.app.memory.used)
+
+
+def test_a_content_ends_where_the_database_fails_meanwhile(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    id, next_piece = client.upload(GOOD * 1000), store.BatchStore.next_piece
+
+    def fail(self: store.BatchStore, id: str, start: int) -> bytes:
+        if start:
+            raise DatabaseDown
+        return next_piece(self, id, start)
+
+    monkeypatch.setattr(store.BatchStore, "next_piece", fail)
+    with pytest.raises(openai.APIConnectionError):
+        client.sdk.files.content(id)
+    assert "store not available" in caplog.text
+    assert "bug" not in caplog.text
 
 
 def test_contents_that_are_not_read_end_while_memory_is_short(server_databases: Databases) -> None:

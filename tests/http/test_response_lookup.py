@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from batching.fair_share import Priority
 from server import routes
-from server.apis.openai.database import SqliteDatabase
+from server.apis.openai.database import DatabaseDown, SqliteDatabase
 from server.apis.openai.responses import endpoint
 from server.apis.openai.responses.store import ResponseStore
 from tests.conftest import opened_databases
@@ -499,6 +499,27 @@ def test_a_stream_ends_where_the_disk_fails_meanwhile(
         assert get_response(server, id).status_code == 404
         store.remove_expired()
         assert store.database.execute("SELECT count(*) FROM generating") == [(0,)]
+
+
+def test_a_stream_goes_on_while_the_database_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise DatabaseDown
+
+    store = ResponseStore(SqliteDatabase(str(tmp_path / "responses.db")))
+    generator = FakeGenerator()
+    monkeypatch.setattr(routes, "open_store", lambda *_: store)
+    generator.gate.clear()
+    with serving(load_chat=lambda: generator) as server, monkeypatch.context() as patch:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        stream = sdk.responses.create(model="demo", input="say a", background=True, stream=True)
+        next(stream)
+        patch.setattr(store.database, "execute", fail)
+        generator.gate.set()
+        *_, last = stream
+        assert last.type == "response.completed"
+        assert (last.response.output_text, last.response.store) == ("a", False)  # type: ignore[attr-defined]
 
 
 def test_a_stream_of_which_no_event_is_kept_has_the_last_one(

@@ -332,6 +332,8 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
             "'x'",
         ),
         ({"input": [{"type": "item_reference"}]}, "input[0].id", "is required"),
+        ({"input": [USER | {"id": "a\0b"}]}, "input[0].id", "match"),
+        ({"input": [USER | {"id": "x" * 513}]}, "input[0].id", "512"),
         ({"instructions": 3}, "instructions", "expected str"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"temperature": 2.1}, "temperature", "<= 2"),

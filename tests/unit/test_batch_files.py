@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches import store as store_module
 from server.apis.openai.batches.input_file import MAX_ERRORS, MAX_LINES, InputChecker, prefix_key
+from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import (
     CHUNK_BYTES,
     BatchRecord,
@@ -173,6 +176,31 @@ def test_lines_are_claimed_once_and_released_when_their_process_ends(
     assert found.crashes == 0
 
 
+def test_processes_that_die_together_are_one_crash(opened: Callable[[], BatchStore]) -> None:
+    """As those of machines that lose power: their lines have not ended them."""
+    stores = [opened() for _ in range(4)]
+    record = begun(stores[0], 6)
+    for store in stores[:3]:
+        assert len(claimed(store, record, 2)) == 2
+        kill(store.database)
+    stores[3].release_abandoned()
+    [found] = stores[3].unfinished()
+    assert found.crashes == 1
+    assert claimed(stores[3], found) == [*range(6)]
+
+
+def test_a_process_that_stops_reads_on_what_others_cancel() -> None:
+    record = SimpleNamespace(job=SimpleNamespace(id="batch_1", status="cancelling"))
+    jobs: Any = SimpleNamespace(
+        worker_client=None, stores=[], on_start=[], on_poll=[], is_stopping=True
+    )
+    store: Any = SimpleNamespace(unfinished=lambda: [record])
+    runner = BatchRunner(jobs, store, {})
+    [poll] = jobs.on_poll
+    anyio.run(poll)
+    assert runner.batches == {}
+
+
 def test_each_line_has_one_result(opened: Callable[[], BatchStore]) -> None:
     """A process whose claim is lost stores nothing, and what is stored is stored together."""
     one, other = opened(), opened()
@@ -227,6 +255,22 @@ def test_a_cancelled_batch_is_seen_by_all(opened: Callable[[], BatchStore]) -> N
     assert one.finish(record, "cancelled")
     with pytest.raises(InvalidInput, match="it is cancelled"):
         other.cancel(KEY, record.job.id)
+
+
+def test_a_batch_that_is_cancelled_before_its_end_is_cancelled(
+    opened: Callable[[], BatchStore],
+) -> None:
+    """The process that ends it has not read that yet."""
+    one, other = opened(), opened()
+    record = begun(one, 1)
+    assert claimed(one, record) == [0]
+    one.append(record, [result(0)])
+    other.cancel(KEY, record.job.id)
+    assert one.finish(record, "completed")
+    job = json.loads(one.batch(KEY, record.job.id))
+    assert (job["status"], job["completed_at"]) == ("cancelled", None)
+    assert job["cancelled_at"]
+    assert job["output_file_id"] == record.output_id
 
 
 def test_a_result_that_cannot_be_stored_changes_nothing(

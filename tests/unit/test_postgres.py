@@ -12,10 +12,13 @@ import anyio
 import pytest
 
 from batching.token_bucket import TokenBucket
+from server.apis.openai.batches.store import BatchStore
 from server.apis.openai.database import Database, DatabaseDown
 from server.app import create_app
 from server.core.settings import SettingsError, load_settings
 from tests.postgres import Postgres, kill, running_postgres
+from tests.serving import wait_until
+from tests.unit.test_batch_files import begun, claimed
 
 
 @pytest.fixture
@@ -77,15 +80,63 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
         assert time.perf_counter() - before < 3
         server.start()
         one.renew()
-        # the other one has no lock yet, and is not taken for dead
+        # the other one has no lock yet, and is not taken for dead, nor by a process that starts
+        new = module.PostgresDatabase(server.url())
         assert one.is_alive(other.process)
+        assert new.is_alive(other.process)
 
         assert one.execute("SELECT 1") == [(1,)]  # at once, in the time of a new connection
         other.renew()
         monkeypatch.setattr(one, "_judges_from", 0.0)
         assert one.is_alive(other.process)
-        for database in (one, other):
+        for database in (one, other, new):
             database.close()
+
+
+def test_a_server_that_does_not_reply_fails_queries(
+    opened: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is paused: its own limit of a statement does not hold then."""
+    from server.apis.openai import postgres as module
+
+    database = opened()
+    monkeypatch.setattr(module, "REPLY_S", 0.2)
+    for _ in range(2):
+        before = time.perf_counter()
+        with pytest.raises(DatabaseDown), database.transaction():
+            database.execute("SELECT pg_sleep(60)")
+        assert time.perf_counter() - before < 5
+    monkeypatch.undo()
+    assert database.execute("SELECT 1") == [(1,)]
+
+
+def test_a_batch_ends_while_the_lines_of_a_dead_process_are_released(
+    opened: Callable[[], Any], postgres: Postgres
+) -> None:
+    """Both lock the batch first: else each would wait for the other."""
+    stores = [BatchStore(opened(), 1_000_000, 1_000_000) for _ in range(3)]
+    dead, one, other = stores
+    record = begun(dead)
+    assert claimed(dead, record) == [0, 1, 2]
+    kill(dead.database)
+    waiting = "SELECT 1 FROM pg_locks WHERE NOT granted"
+    with ThreadPoolExecutor(1) as pool, one.database.transaction():
+        one.database.execute("SELECT 1 FROM batches FOR UPDATE")
+        released = pool.submit(other.release_abandoned)
+        wait_until(lambda: bool(postgres.execute(waiting)))
+        assert one.finish(record, "failed")
+    released.result(60)
+    assert not one.has_lines(record)
+
+
+def test_a_process_claims_as_many_lines_as_it_asks_for(opened: Callable[[], Any]) -> None:
+    """Also by the plan for a batch that is not in the statistics yet, which joins by a loop."""
+    store = BatchStore(opened(), 1_000_000, 1_000_000)
+    record = begun(store, 100)
+    with store.database.transaction():
+        for kind in ("hashjoin", "hashagg", "mergejoin", "sort", "material", "memoize"):
+            store.database.execute(f"SET LOCAL enable_{kind} = off")
+        assert claimed(store, record, 16) == [*range(16)]
 
 
 def start(environment: dict[str, str]) -> None:
@@ -95,8 +146,12 @@ def start(environment: dict[str, str]) -> None:
 def test_a_wrong_url_ends_the_start_without_its_password(postgres: Postgres) -> None:
     for url, reason in (
         ("postgresql://u:secret@/none?host=/nowhere", "/nowhere"),
-        ("postgresql://u:secret@/none?unknown=1", "unknown"),
+        ("postgresql://u:secret@/none?unknown=1", "with known parameters"),
         ("mysql://u:secret@h", "must be sqlite or postgresql"),
+        ("postgresql://u:x@secret@h/none", "must be sqlite or postgresql.*%40"),
+        ("postgresql://u:0/secret@h/none", "must be sqlite or postgresql.*%2F"),
+        ("postgresql://u:secret%zz@h/none", "with known parameters"),
+        ("postgresql://u:secret@[h/none", "with known parameters"),
     ):
         with pytest.raises(SettingsError, match=f"STORE.*{reason}") as error:
             start({"STORE": url})
@@ -135,6 +190,8 @@ def test_processes_share_the_limits_of_keys(opened: Callable[[], Any]) -> None:
         assert bucket_of(process).taken == 0
     [[units]] = limits[0].database.execute("SELECT units FROM limits")
     assert units == pytest.approx(0, abs=10)
-    limits[0].database.execute("UPDATE limits SET updated = updated - interval '1 hour'")
-    anyio.run(limits[1]._poll)
-    assert bucket_of(1).left(time.monotonic()) == 60
+    for sign in "-+":  # time has passed, or the clock has been set back
+        stepped = f"updated = clock_timestamp() {sign} interval '1 hour'"
+        limits[0].database.execute(f"UPDATE limits SET units = 0, {stepped}")
+        anyio.run(limits[1]._poll)
+        assert bucket_of(1).left(time.monotonic()) == 60

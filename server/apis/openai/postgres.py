@@ -17,6 +17,7 @@ from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
 
 from batching.errors import InvalidInput
@@ -26,6 +27,7 @@ logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # each call here report
 
 MAX_CONNECTIONS = 8  # of the pool
 WAIT_S = 4.0  # for one of them, unless the database is down
+REPLY_S = 20.0  # for a statement: more than its timeout, which a paused server does not enforce
 RECONNECT_S = 5.0  # from an outage's end until all processes have their locks again
 LOCK_CLASS = 0x0E0E  # of the advisory locks of processes
 MIGRATION_LOCK = 0x0E0E0000
@@ -48,11 +50,22 @@ TYPES = {
 }
 
 
-def configure(connection: "psycopg.Connection[Row]") -> None:
+class PostgresConnection(psycopg.Connection[Row]):  # type: ignore[misc,unused-ignore]
+    def wait(self, gen: Any, *_: Any, **__: Any) -> Any:
+        """Run a statement. Closes the connection if it has no result within REPLY_S."""
+        try:
+            return super().wait(gen, timeout=REPLY_S)
+        except psycopg.OperationalError:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                self.pgconn.finish()
+            raise
+
+
+def configure(connection: PostgresConnection) -> None:
     connection.execute(SESSION)
 
 
-def check_is_open(connection: "psycopg.Connection[Row]") -> None:
+def check_is_open(connection: PostgresConnection) -> None:
     """Raise if an idle connection has been closed by the server, as by a restart. The pool keeps
     one that is not closed here, too. A query would take as long as others do."""
     poll = select.poll()
@@ -73,13 +86,15 @@ class PostgresDatabase(Database):
         super().__init__()
         try:
             self._options: Any = CONNECTION | conninfo_to_dict(url) | {"autocommit": True}
-        except psycopg.ProgrammingError as error:
-            raise ValueError(str(error).strip()) from None
+        except psycopg.ProgrammingError:  # its text may quote the password
+            raise ValueError("is not a URL of PostgreSQL with known parameters") from None
         self._thread = threading.local()  # its transaction
-        self._judges_from, self._is_down = 0.0, False
+        # Others may be connecting again at this time.
+        self._judges_from, self._is_down = time.monotonic() + RECONNECT_S, False
         self._locking = self._connect()
         self._pool = ConnectionPool(
             kwargs=self._options,
+            connection_class=PostgresConnection,
             min_size=1,
             max_size=MAX_CONNECTIONS,
             open=True,
@@ -138,17 +153,17 @@ class PostgresDatabase(Database):
         self._pool.close()
         self._locking.close()
 
-    def _connect(self) -> "psycopg.Connection[Row]":
+    def _connect(self) -> PostgresConnection:
         """Return a connection that holds the lock of this process."""
         with converting_errors():
-            connection: psycopg.Connection[Row] = psycopg.connect(**self._options)
+            connection: PostgresConnection = PostgresConnection.connect(**self._options)
             configure(connection)
             number = lock_number(self.process)
             connection.execute("SELECT pg_advisory_lock(%s, %s)", (LOCK_CLASS, number))
             return connection
 
     @contextlib.contextmanager
-    def _connection(self) -> "Iterator[psycopg.Connection[Row]]":
+    def _connection(self) -> Iterator[PostgresConnection]:
         """Yield the connection of the thread's transaction, or one of the pool."""
         with converting_errors():
             if connection := getattr(self._thread, "connection", None):

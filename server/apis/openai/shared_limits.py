@@ -25,10 +25,10 @@ CREATE TABLE limits (
     updated TIMESTAMPTZ NOT NULL
 )
 """
-# By the clock of the database alone.
+# By the clock of the database alone. A step of it, also back, refills at most a minute's units.
 REFILLED = (
     "LEAST(limits.per_minute, limits.units + limits.per_minute / 60 * "
-    "EXTRACT(EPOCH FROM clock_timestamp() - limits.updated))"
+    "ABS(EXTRACT(EPOCH FROM clock_timestamp() - limits.updated)))"
 )
 # In the order of names, so that no two processes wait for each other.
 TAKE = (

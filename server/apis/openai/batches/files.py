@@ -7,7 +7,6 @@ import asyncio
 from typing import Annotated, Literal
 
 from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -151,7 +150,7 @@ class FileContent:
                 message = {"type": "http.response.body", "body": piece, "more_body": True}
                 await send_at_pace(send, scope["transfer"], message)
                 sent += len(piece)
-                piece = await run_sync(next_piece, id, sent, limiter=threads)
+                piece = await in_store(next_piece, id, sent, limiter=threads)
             if gone.done():
                 gone.result()
             await send({"type": "http.response.body", "body": b""})

@@ -172,8 +172,9 @@ class BatchRunner:
             return
         for record in records:
             self.add(record)
-            if record.job.status == "cancelling":
-                self.batches[record.job.id].abort()
+            batch = self.batches.get(record.job.id)  # none if this process stops
+            if batch and record.job.status == "cancelling":
+                batch.abort()
 
     def find_key(self, namespace: bytes) -> ApiKey | None:
         """Return the key that a batch was created with; None if it is not valid any more."""
@@ -351,7 +352,7 @@ class BatchTask(StoredJob):
             log.info(
                 "batch ended id=%s status=%s completed=%d failed=%d seconds=%.1f",
                 self.id,
-                status,
+                job.status,
                 counts.completed,
                 counts.failed,
                 seconds,

@@ -439,11 +439,12 @@ class BatchStore(Store):
             "SELECT position FROM lines WHERE batch = ? AND process IS NULL AND NOT is_done "
             f"ORDER BY position LIMIT ? {self.database.skip_locked}"
         )
-        claimed = (
-            f"UPDATE lines SET process = ? WHERE batch = ? AND position IN ({unclaimed}) "
+        claimed = (  # materialized: PostgreSQL may run a subquery again, which finds further lines
+            f"WITH unclaimed AS MATERIALIZED ({unclaimed}) UPDATE lines SET process = ? "
+            "WHERE batch = ? AND position IN (SELECT position FROM unclaimed) "
             'RETURNING position, number, "offset", size'
         )
-        values = self.database.process, record.number, record.number, count
+        values = record.number, count, self.database.process, record.number
         return sorted(PendingInput(*row) for row in self.database.execute(claimed, values))
 
     def release(self, record: BatchRecord) -> None:
@@ -452,12 +453,20 @@ class BatchStore(Store):
         self.database.execute(released, (self.database.process, record.number))
 
     def release_abandoned(self) -> None:
-        released = "UPDATE lines SET process = NULL WHERE process = ? RETURNING batch"
+        """Release the claims of dead processes. Those that are found at a time count as one crash
+        of a batch: they may have lost power together."""
+        dead = self._dead("lines")
+        claimed = f"process IN ({', '.join('?' * len(dead))})"
+        locked = f"SELECT number FROM batches WHERE number = ? {self.database.for_update}"
+        released = f"UPDATE lines SET process = NULL WHERE {claimed} AND batch = ? RETURNING batch"
         crashed = "UPDATE batches SET crashes = crashes + 1 WHERE number = ?"
-        for process in self._dead("lines"):
+        execute = self.database.execute
+        found = f"SELECT DISTINCT batch FROM lines WHERE {claimed}"
+        for batch in execute(found, dead) if dead else ():
             with self.database.transaction():
-                for batch in sorted(set(self.database.execute(released, (process,)))):
-                    self.database.execute(crashed, batch)
+                execute(locked, batch)  # before its lines, as `append` and `finish` do
+                if execute(released, (*dead, *batch)):
+                    execute(crashed, batch)
         for process in self._dead("batches"):
             checked = "UPDATE batches SET process = NULL WHERE process = ?"
             self.database.execute(checked, (process,))
@@ -512,6 +521,8 @@ class BatchStore(Store):
             if not is_unfinished:
                 return False
             job = record.job
+            if status == "completed" and job.status == "cancelling":  # by another process
+                status = "cancelled"
             job.status = status
             if status == "completed":
                 job.finalizing_at = now

@@ -12,7 +12,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, QueueFull
 from server.apis.openai.responses.store import NotStored, ResponseStore
 from server.apis.openai.store import in_store
 from server.http.json import Header
@@ -68,7 +68,9 @@ class StoredEvents(Response):
             read = self.store.events, self.namespace, self.id, self.after
             try:
                 events, is_generating = await in_store(*read)
-            except (NotStored, InvalidInput):  # deleted, or the disk has failed
+            except (NotStored, InvalidInput, QueueFull) as error:  # deleted, or the store fails
+                if not self.job and isinstance(error, QueueFull):
+                    raise
                 if self.job and not self.job.last_event:
                     events, is_generating = [], True
                 else:

@@ -129,7 +129,7 @@ Parts = str | list[InputPart]
 
 class Item(Struct):
     type: InputItemType | None = None
-    id: str | None = None
+    id: Annotated[str, Meta(max_length=512, pattern=r"^[^\x00]*$")] | None = None  # is a key
     role: ItemRole | None = None
     content: Parts | None = None
     summary: list[InputPart] | None = None
