@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Kind = Literal["content", "reasoning", "call"]
-MAX_UNREAD = 64  # tokens: no reader leaves more, as their text takes time
+MAX_UNREAD = 64  # tokens of a choice whose text is then written for a slow reader
 
 
 @dataclass(frozen=True, slots=True)

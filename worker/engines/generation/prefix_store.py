@@ -114,8 +114,8 @@ class PrefixStore:
         self._reader, self._writer = _Thread("kv-reader"), _Thread("kv-writer")
 
     def start(self, times: StepTimes, wake: Callable[[], None]) -> None:
-        """Set what belongs to the engine: the times of its steps, and how the worker's thread is
-        told that a read has ended."""
+        """Set the engine's step times, and the function that wakes the worker's thread after a
+        read."""
         self._times, self._wake = times, wake
 
     @property
@@ -220,8 +220,8 @@ class PrefixStore:
         return len(reading.blocks) * self._block_bytes + len(reading.slots) * self._state_bytes
 
     def finish_reads(self, pool: BlockPool) -> list[tuple[Sequence, float]]:
-        """Register what was read. Return the sequences that no longer wait, and for how long they
-        did, in seconds."""
+        """Register the blocks of finished reads. Return their sequences, and the seconds that each
+        has waited."""
         finished = []
         while not self._done.empty():
             reading = self._done.get()

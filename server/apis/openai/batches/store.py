@@ -273,8 +273,8 @@ class BatchStore(Store):
         self.database.execute(f"DELETE FROM files WHERE {where}", values)
 
     def remove_expired(self) -> None:
-        """Remove expired files that no batch needs, what is left of uploads, and batches that have
-        ended long ago."""
+        """Remove expired files that no batch needs, unfinished uploads, and batches that have ended
+        long ago."""
         now = int(time.time())
         needed = "SELECT input_id FROM batches WHERE ended_at IS NULL"
         self._delete_files(f"expires_at <= ? AND is_whole AND id NOT IN ({needed})", (now,))
