@@ -18,8 +18,7 @@ from tests.parity import assert_same, item, runner, serve
 from tests.tiny_tokenizers import SENTENCES
 from worker.backends.cuda import varlen
 from worker.device.self_check import TOLERANCE, CannotRun
-from worker.engines.embedding.single_pass import LOGITS, STATES, SinglePassModel
-from worker.engines.embedding.tokenization import TokenRow
+from worker.engines.embedding.single_pass import STATES, SinglePassModel
 from worker.engines.pipeline import packed_attention as packing_module
 from worker.engines.pipeline.loading import SampleRows, check_packing, random_rows
 from worker.engines.pipeline.packed_attention import (
@@ -371,17 +370,3 @@ def test_packed_texts_that_attend_to_each_other_are_refused(
     sequences_attend_to_each_other(monkeypatch)
     wrong = SinglePassModel(fresh_model("bert-base", dtype), tokenizer, 64, STATES)
     assert wrong.batching == "padded"
-
-
-@pytest.mark.parametrize("reads_others", [False, True])
-def test_a_head_gets_the_first_tokens_alone_if_it_reads_no_others(reads_others: bool) -> None:
-    model, tokenizer = fresh_model("bert-classify"), load("bert-classify").pipe.tokenizer
-    if reads_others:
-        pooler = model.get_submodule("bert.pooler")
-        pooler.register_forward_pre_hook(lambda _, args: (args[0].cumsum(1).flip(1),))
-    rows = [TokenRow([2, *range(5, 5 + count), 3]) for count in (1, 9, 30)]
-    with torch.inference_mode():
-        logits = torch.cat([model(torch.tensor([row.ids])).logits for row in rows])
-    scored = SinglePassModel(model, tokenizer, 64, LOGITS)
-    assert (scored.batching, scored.reads_first_token) == ("packed", not reads_others)
-    assert relative_error({"logits": scored(rows)}, {"logits": logits}) < 1e-4

@@ -9,7 +9,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from tests import tiny
-from tests.http.test_rerank import DOCUMENTS, QUERY, TEMPLATE, decoder, load, scores
+from tests.http.test_rerank import QUERY, TEMPLATE, decoder, load, scores
 from tests.tiny_embedders import checkpoint
 from worker.engines.embedding.pairs import CrossEncoderTokenizer
 from worker.engines.embedding.reranker import Reranker
@@ -73,19 +73,6 @@ def test_a_document_is_truncated_at_either_end(tmp_path: Path, name: str) -> Non
         assert len(ids) == around + 3
         assert kept in reranker.tokenizer.decode(ids)
         assert removed not in reranker.tokenizer.decode(ids)
-
-
-def test_only_first_tokens_pass_the_end_of_the_last_layer() -> None:
-    reranker = load(tiny.folder("bert-rank"))
-    model: Any = reranker.model
-    widths: list[int] = []
-    for layer in model.packing.layers:
-        layer.intermediate.register_forward_pre_hook(
-            lambda module, args: widths.append(args[0].shape[1])
-        )
-    scores(reranker, DOCUMENTS)
-    tokens = sum(len(row_of(reranker, QUERY, document).ids) for document in DOCUMENTS)
-    assert widths == [*[tokens] * (len(model.packing.layers) - 1), len(DOCUMENTS)]
 
 
 # ── decoders ──

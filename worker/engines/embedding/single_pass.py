@@ -3,26 +3,22 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from batching.step_times import StepTimes
-from worker.device.self_check import TOLERANCE, random_prompts
+from worker.device.self_check import random_prompts
 from worker.engines.embedding.pooling import PoolFunction
 from worker.engines.embedding.tokenization import TokenRow
-from worker.engines.pipeline.loading import choose_batching, pad, rows_beyond_windows
-from worker.engines.pipeline.packed_attention import Packing, PackingPlan
+from worker.engines.pipeline.loading import choose_batching, pad
+from worker.engines.pipeline.packed_attention import PackingPlan
 from worker.engines.pipeline.yield_points import YieldPoints
-from worker.load_context import on_worker
 from worker.messages.protocol import OtherModels
-from worker.model.check import check
 
 STATES, LOGITS = "last_hidden_state", "logits"
 
@@ -36,7 +32,6 @@ class SinglePassModel:
     tokenizer: PreTrainedTokenizerBase
     limit: int
     output_name: str
-    reads_first_token: bool = field(init=False, default=False)  # the head reads no other
     times: StepTimes = field(init=False, default_factory=StepTimes)
 
     def __post_init__(self) -> None:
@@ -44,8 +39,6 @@ class SinglePassModel:
         self.model.config.use_cache = False
         task = "text-classification" if self.per_text else "feature-extraction"
         self.batching, self.batching_reason, self.packing = choose_batching(task, self)
-        if self.packing and self.per_text:
-            on_worker(partial(self._prune_last_layer, self.packing))
         self.yield_points = YieldPoints(self.model)
 
     @property
@@ -93,37 +86,14 @@ class SinglePassModel:
         attended = [row.attended for row in rows if row.attended is not None]  # all rows or none
         for n, end in enumerate(attended):
             inputs["attention_mask"][n, end:] = 0
-        positions = [[0]] * len(rows) if self.reads_first_token else None
         packing = self.packing
-        with packing.batch(counts, max(counts), positions) if packing else nullcontext():
+        with packing.batch(counts, max(counts)) if packing else nullcontext():
             if packing and packing.plan and attended:
                 packing.plan = mask_tokens(packing.plan, attended)
             output: Tensor = self.model(**inputs)[self.output_name]
         if self.per_text:
             return output
         return torch.cat([states[:n] for states, n in zip(output, counts, strict=True)])
-
-    @torch.inference_mode()
-    def _prune_last_layer(self, packing: Packing) -> None:
-        """Run only the first token of each text through the part of the last layer that follows
-        attention, if the head sees no other, so that the logits stay."""
-        samples = rows_beyond_windows(self.model, self.tokenizer, self.limit).single
-        rows = [TokenRow(sample["input_ids"][0].tolist()) for sample in samples]
-        residual_add = find_residual_add(packing.layers[-1], lambda: self(rows))
-        if residual_add is None:
-            return
-
-        def run(first_token: bool, rows: Sequence[TokenRow]) -> list[Tensor]:
-            self.reads_first_token = first_token
-            return [self(rows)]
-
-        undo = packing.prune_last_layer(residual_add)
-        try:
-            check(partial(run, False), partial(run, True), rows, TOLERANCE[self.model.dtype])
-            self.reads_first_token = True
-        except Exception:  # each model class raises its own errors
-            undo()
-            self.reads_first_token = False
 
 
 def mask_tokens(plan: PackingPlan, attended: Sequence[int]) -> PackingPlan:
@@ -137,26 +107,3 @@ def mask_tokens(plan: PackingPlan, attended: Sequence[int]) -> PackingPlan:
             mask &= group.key_mask
         groups.append(replace(group, key_mask=mask))
     return replace(plan, groups=groups, masks_tokens=True)
-
-
-def find_residual_add(layer: nn.Module, run: Callable[[], object]) -> nn.Module | None:
-    """Return the submodule of `layer` that receives attention's output and the layer's own input.
-
-    `run` runs the model. None where the layer adds the two by itself.
-    """
-    layer_input: list[Tensor] = []
-    candidates: list[nn.Module] = []
-
-    def record(module: nn.Module, args: Any) -> None:
-        if module is layer:
-            layer_input[:] = args[:1]
-        elif layer_input and len(args) == 2 and args[1] is layer_input[0]:
-            candidates.append(module)
-
-    handles = [module.register_forward_pre_hook(record) for module in layer.modules()]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return candidates[0] if len(candidates) == 1 else None

@@ -153,7 +153,6 @@ class Packing:
         self.calls = 0  # of the attention function in the last batch
         self.attention_configs: set[AttentionConfig] = set()  # of all layers run so far
         self.attend: Attend = attend_in_groups
-        self.prunes_last_layer = False  # only head positions pass the rest of the last layer
 
     @contextmanager
     def batch(
@@ -189,24 +188,6 @@ class Packing:
 
         return detach
 
-    def prune_last_layer(self, residual_add: nn.Module) -> Callable[[], None]:
-        """From this module of the last layer on, run the head positions only; return a function
-        that undoes it."""
-
-        def select(module: nn.Module, args: Any) -> Any:
-            if self.plan is None or self.plan.head_index is None:
-                return args
-            index = self.plan.head_index.flatten()
-            return tuple(states.index_select(1, index) for states in args)
-
-        handle, self.prunes_last_layer = residual_add.register_forward_pre_hook(select), True
-
-        def undo() -> None:
-            handle.remove()
-            self.prunes_last_layer = False
-
-        return undo
-
     def _pack(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Pack the hidden states before the first layer, and before each layer the arguments that
         belong to tokens (rotary tables, positions)."""
@@ -241,8 +222,6 @@ class Packing:
         plan = self.plan
         assert plan is not None
         if plan.head_index is not None:
-            if self.prunes_last_layer:
-                return packed.view(*plan.head_index.shape, packed.shape[-1])
             return packed[0][plan.head_index]
         flat = packed.new_zeros(plan.batch_size * plan.width, packed.shape[-1])
         flat.index_copy_(0, plan.token_index, packed[0])
