@@ -2,14 +2,13 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.backends.cpu import linear
 from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.backends.cpu.linear_layers import (
     INT8_ROWS,
@@ -247,41 +246,3 @@ def test_the_output_head_is_int8_unless_it_has_int4_codes(
 
 def test_zeros_are_int4_zeros() -> None:
     assert not Int4Linear(torch.zeros(16, 32), None)(torch.randn(3, 32)).any()
-
-
-@pytest.mark.parametrize(("seconds", "is_slow"), [((1.0, 2.0), False), ((3.0, 2.0), True)])
-def test_the_log_has_the_measured_time_beside_plain_weights(
-    seconds: tuple[float, float],
-    is_slow: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    caplog.set_level(logging.INFO, "onequeue.linear")
-
-    def of_kinds(layers: Sequence[nn.Module], x: Tensor) -> list[float]:
-        assert [type(layer) for layer in layers] == [Int4Linear, PackedLinear]
-        return [*seconds]
-
-    monkeypatch.setattr(linear, "_seconds", of_kinds)
-    monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
-    quantize_weights(nn.Sequential(layer()), 10**9, quantization="int4")
-    assert "relative to" not in caplog.text, "a model so small is not timed"
-    monkeypatch.setattr(linear, "MIN_TIMED_WEIGHTS", 1)
-    quantize_weights(nn.Sequential(layer()), 10**9, quantization="int4")
-    record = caplog.records[-1]
-    assert f"time of int4 products relative to float32: rows=1 factor={seconds[0] / 2:.2f} " in (
-        record.message
-    )
-    assert (record.levelno == logging.WARNING) is is_slow
-    assert ("slower on this machine for 1 and 16 and 256 rows" in record.message) is is_slow
-
-
-def test_timed_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CACHE_BYTES", 1)
-    calls: list[str] = []
-    layers = [layer(), layer()]
-    for name, each in zip("ab", layers, strict=True):
-        each.register_forward_hook(lambda *_, name=name: calls.append(name))
-    seconds = linear._seconds(layers, torch.randn(3, 48))
-    assert calls == ["a", "b"] * linear.TIMED_TURNS
-    assert all(0 < each < 10 for each in seconds)

@@ -27,16 +27,6 @@ from batching.errors import OnequeueError
 from worker.backends.gptq import PackedQuantizer
 from worker.error_classification import first_line
 
-BITSANDBYTES = ("accelerate", "bitsandbytes")
-# Packages that transformers needs for a method; it names those of other methods itself.
-PACKAGES = {
-    "awq": ("accelerate", "gptqmodel"),
-    "bitsandbytes": BITSANDBYTES,
-    "compressed-tensors": ("compressed-tensors",),
-    "fp8": ("accelerate",),
-    "gguf": ("accelerate", "gguf"),
-    "gptq": ("gptqmodel", "optimum"),
-}
 OTHER_CHECKPOINT = "use a checkpoint that is not quantized"
 PACKED_BITS = 4  # of a weight whose configuration names no number
 
@@ -124,7 +114,8 @@ def quantization_arguments(
             return {"config": config}
         return on_device if device.type != "cpu" else {}
     if quantization.startswith("bnb-"):
-        check_packages(asked, BITSANDBYTES, "pip install 'onequeue[bnb]'")
+        if find_spec("bitsandbytes") is None:
+            raise CannotQuantize(f"{asked} needs bitsandbytes: pip install 'onequeue[bnb]'")
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.float32
         bits = {
@@ -163,12 +154,6 @@ def check_method(section: dict[str, Any], device: torch.device) -> None:
     """Raise CannotQuantize unless transformers reads weights of this method here."""
     method = method_of(section)
     subject = f"its weights are quantized with {method}"
-    if method not in {name.partition("_4bit")[0] for name in AUTO_QUANTIZATION_CONFIG_MAPPING}:
-        raise CannotQuantize(
-            f"{subject}, which this transformers does not know: update it, or {OTHER_CHECKPOINT}"
-        )
-    if not is_read_here(method):
-        check_packages(subject, PACKAGES.get(method, ()))
     accepts = is_dequantized(section, device) and not is_read_here(method)
     dequantize = {"dequantize": True} if accepts else {}
     configs: Any = AutoQuantizationConfig  # not annotated
@@ -192,29 +177,17 @@ def check_method(section: dict[str, Any], device: torch.device) -> None:
         ) from error
 
 
-def check_packages(subject: str, packages: tuple[str, ...], install: str = "") -> None:
-    """Raise CannotQuantize, with what to install, if a package is missing."""
-    missing = [name for name in packages if find_spec(name.replace("-", "_")) is None]
-    if missing:
-        install = install or f"pip install {' '.join(missing)}, or {OTHER_CHECKPOINT}"
-        raise CannotQuantize(f"{subject}, which needs {' and '.join(missing)}: {install}")
-
-
 # ── layers of other libraries ──
 
 
-def library_layer(model: nn.Module) -> Any:
-    """Return the largest linear layer of a library that quantizes; None if there is none."""
-    if not getattr(model, "is_quantized", False):
-        return None
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if type(module) is not nn.Linear
+def has_library_layers(model: nn.Module) -> bool:
+    """Return whether linear layers are those of a library that quantizes."""
+    return bool(getattr(model, "is_quantized", False)) and any(
+        type(module) is not nn.Linear
         and isinstance(getattr(module, "in_features", None), int)
         and isinstance(getattr(module, "out_features", None), int)
-    ]
-    return max(layers, key=lambda layer: layer.in_features * layer.out_features, default=None)
+        for module in model.modules()
+    )
 
 
 @contextmanager

@@ -27,12 +27,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from worker.backends.cpu import linear
 from worker.backends.cpu.fused_linear import find_shared_inputs, fuse_linears
 from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype, plain_linear
 from worker.backends.native_attention import NATIVE_DTYPES, try_load_native_ops
-from worker.backends.quantization import library_layer, without_outliers
+from worker.backends.quantization import has_library_layers, without_outliers
 from worker.backends.recurrent import RecurrentModule
 from worker.decision_config import DecisionConfig
 from worker.device.device import free_bytes
@@ -132,8 +131,8 @@ class LanguageModel:
         self.dtype = model.dtype
         self.parameters = model.num_parameters()
         # inputs of quantized layers are rounded
-        is_quantized = library_layer(model) is not None
-        self.tolerance = tolerance_of(torch.bfloat16 if is_quantized else model.dtype, self.config)
+        dtype = torch.bfloat16 if has_library_layers(model) else model.dtype
+        self.tolerance = tolerance_of(dtype, self.config)
         limits = [getattr(self.config, name, None) for name in CONTEXT_SETTINGS]
         limit = next((n for n in limits if isinstance(n, int) and n > 0), DEFAULT_CONTEXT)
         self.rotary = RotaryFactors(model, self.config, limit)
@@ -225,10 +224,6 @@ class LanguageModel:
         if the device cannot run the quantization.
         """
         on_cpu = self.device.type == "cpu"
-        layer = library_layer(self.model) if on_cpu else None
-        if layer is not None and self.parameters >= linear.MIN_TIMED_WEIGHTS:
-            method: Any = self.model.quantization_method  # an enumeration, or a name
-            linear.log_speed(str(getattr(method, "value", method)), layer, self.dtype)
         if quantization in ("int8", "int4"):
             if not on_cpu:
                 raise LoadingFailed(

@@ -29,13 +29,7 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
 from worker.backends.gptq import drop_int4_grids
-from worker.backends.quantization import (
-    PACKAGES,
-    check_packages,
-    gguf_arguments,
-    memory_factor,
-    quantization_arguments,
-)
+from worker.backends.quantization import gguf_arguments, memory_factor, quantization_arguments
 from worker.checkpoint_files import (
     count_problem,
     file_problem,
@@ -250,7 +244,6 @@ def checkpoint_path(model: str, demo: str) -> str:
             path = hf_hub_download(id, file, revision=revision)
         if problem := file_problem(Path(path)):
             raise LoadingFailed(f"{file} {problem}")
-        check_packages("GGUF is read by transformers", PACKAGES["gguf"])
         _check_counts(str(Path(path).parent), len(gguf_header(path).tensors), Path(path).name)
         return path
     id, revision = split_revision(path)

@@ -4,8 +4,6 @@ Layers are replaced one by one, so the model exists once in memory, plus one lay
 """
 
 import logging
-import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -60,15 +58,6 @@ COMPARED_ROWS = (1, 7, 18, 77)
 STACKED_ROWS = (MIN_ROWS, 7, 18, 33, 77, 600)
 # Columns per group in which oneDNN may have packed the weights.
 GROUP_WIDTHS = (32, 64)
-# Quantized products are timed beside plain ones where a model has so many weights, with a weight
-# [out, in] of this shape and so many rows; so many other bytes fill the CPU's cache before each.
-MIN_TIMED_WEIGHTS = 10_000_000
-TIMED_SHAPE = (4096, 2048)
-TIMED_ROWS = (1, 16, 256)
-TIMED_TURNS = 10
-CACHE_BYTES = 64 << 20
-# Times beside others are noise up to this factor.
-MAX_FACTOR = 1.1
 
 
 def pack_weights(
@@ -194,10 +183,6 @@ def quantize_weights(
         native,
         " the dequantized copy serves larger batches" if keep_copy else "",
     )
-    if numbers >= MIN_TIMED_WEIGHTS:
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(TIMED_SHAPE, generator=generator).to(dtype)
-        log_speed(quantization, quantized(weight, None), dtype)
 
 
 def _output_head(model: nn.Module) -> str | None:
@@ -207,45 +192,6 @@ def _output_head(model: nn.Module) -> str | None:
     if type(head) is not nn.Linear or hasattr(head.weight, "int4_grid"):
         return None
     return next((name for name, module in model.named_modules() if module is head), None)
-
-
-@torch.inference_mode()
-def log_speed(quantization: str, layer: nn.Module, dtype: torch.dtype) -> None:
-    """Log how long products of a layer with quantized weights take, relative to those of a layer
-    with QUANTIZATION=none."""
-    generator = torch.Generator().manual_seed(0)
-    shape: Any = (layer.out_features, layer.in_features)
-    weight = torch.randn(shape, generator=generator).to(dtype)
-    plain = unquantized_linear(weight, None)
-    factors = {}
-    for rows in TIMED_ROWS:
-        x = torch.ones(rows, shape[1], dtype=dtype)
-        seconds, plain_seconds = _seconds((layer, plain), x)
-        factors[rows] = seconds / plain_seconds
-    slow = {rows: factor for rows, factor in factors.items() if factor > MAX_FACTOR}
-    times = " ".join(f"rows={rows} factor={factor:.2f}" for rows, factor in factors.items())
-    log.log(
-        logging.WARNING if slow else logging.INFO,
-        "time of %s products relative to %s: %s%s",
-        quantization,
-        str(dtype).removeprefix("torch."),
-        times,
-        f": slower on this machine for {' and '.join(map(str, slow))} rows" if slow else "",
-    )
-
-
-def _seconds(layers: Sequence[nn.Module], x: Tensor) -> list[float]:
-    """Return the shortest of some times of each layer's product, with weights that are not in the
-    CPU's cache. The layers take turns, because other processes may run meanwhile."""
-    other = torch.empty(CACHE_BYTES, dtype=torch.uint8)
-    shortest = [math.inf for _ in layers]
-    for turn in range(TIMED_TURNS):
-        for index, layer in enumerate(layers):
-            other.fill_(turn)
-            started = time.perf_counter()
-            layer(x)
-            shortest[index] = min(shortest[index], time.perf_counter() - started)
-    return shortest
 
 
 @torch.inference_mode()
