@@ -13,22 +13,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 MAX_FILES = 10_000
+MAX_NAMED = 3  # in an error
 POSITIONS = re.compile(r"(.*_)?positions?(_embeddings)?")
 MAX_POSITIONS = 1 << 27
 COUNTS = re.compile(r"(.*_)?(layers?|blocks|experts|depth)")
 MAX_UNSTORED = 1024  # of these in a model that has not as many tensors
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 LFS_POINTER = b"version https://git-lfs"
 CONFIGS = ("config.json", "modules.json")
-TOKENIZERS = {
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
-    "spiece.model", "sentencepiece.bpe.model",
-}  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # pickles without weights
-OTHER_FRAMEWORKS = (".h5", ".msgpack")
+# Starts of files with those endings that have no pickled weights.
+NO_PICKLES = ("training_args", "optimizer", "scheduler", "rng_state", "openvino_model")
+OTHER_FRAMEWORKS = (".onnx", "openvino_model.xml", ".h5", ".msgpack")
 GGUF = ".gguf"
 GGUF_PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf")
 SAVE = "load it once in transformers and save it with save_pretrained, which writes safetensors"
@@ -67,21 +66,17 @@ def config_problem(names: Collection[str]) -> str:
         return "is an adapter (LoRA), which is not served: merge it into its model first"
     if "model_index.json" in top:
         return "is a diffusers pipeline, which is not served: transformers has no such models"
-    missing = "there is no config.json in it" if names else "it is empty"
+    if not names:
+        return "it is empty: download the model's files into it"
+    missing = "there is no config.json in it"
     if files := sorted(name for name in names if name.endswith(GGUF)):
         return f"{missing}: name a GGUF file in it, such as {files[0]}"
-    if any(name.startswith("snapshots/") for name in names):
-        return f"{missing}: name the folder of a revision in its folder snapshots"
     nested = sorted(
         name for name in names if name.count("/") == 1 and name.endswith("/config.json")
     )
     if nested:
         return f"{missing}: name a folder in it that has one, such as {Path(nested[0]).parent}"
-    if "params.json" in top:
-        return f"{missing}, but params.json: use the model's version for transformers"
-    if TOKENIZERS & set(top):
-        return f"{missing}: it has a tokenizer only, add the model's other files"
-    return missing if names else f"{missing}: download the model's files into it"
+    return f"{missing}, but {', '.join(sorted(names)[:MAX_NAMED])}: add the model's other files"
 
 
 def weights_problem(names: Collection[str]) -> str:
@@ -95,13 +90,11 @@ def weights_problem(names: Collection[str]) -> str:
         return f"its weights are {others[0]}, and transformers loads model.safetensors: rename them"
     if ggufs := sorted(name for name in names if name.endswith(GGUF)):
         return f"its weights are GGUF: name the file, such as {ggufs[0]}"
-    if any(file.endswith(".onnx") for file in files) or "openvino_model.xml" in files:
-        return "its weights are ONNX or OpenVINO only: use the model's safetensors"
-    pickles = [f for f in files if f.endswith(PICKLES) and not f.startswith(TRAINING)]
+    pickles = [f for f in files if f.endswith(PICKLES) and not f.startswith(NO_PICKLES)]
     if pickles:
         return f"its weights are a pickle ({min(pickles)}), which could run code: {SAVE}"
-    if any(file.endswith(OTHER_FRAMEWORKS) for file in files):
-        return "its weights are for TensorFlow or Flax only: use the model's safetensors"
+    if others := sorted(file for file in files if file.endswith(OTHER_FRAMEWORKS)):
+        return f"its weights are {others[0]} only: use the model's safetensors"
     return "it has no weights: add model.safetensors"
 
 
@@ -215,23 +208,11 @@ def count_problem(config: Any, tensors: int) -> str:
 
 def _read_header(file: Path) -> tuple[int, str]:
     """Return how many tensors a safetensors file has, and how it is damaged, by its header."""
-    size = file.stat().st_size
     with file.open("rb") as stream:
-        start = stream.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             return 0, _pointer(file.name)
-        length = int.from_bytes(start[:8], "little")
-        damaged = f"its {file.name} is damaged: download it again"
-        if size < 8 or length > MAX_HEADER_BYTES:
-            return 0, damaged
-        stream.seek(8)
-        header = stream.read(length)
     try:
-        tensors = json.loads(header) if len(header) == length else {}
-        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name[:2] != "__"]
-        expected = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return 0, damaged
-    if size < expected:
-        return 0, f"its {file.name} is incomplete, {size} of {expected} bytes: download it again"
-    return len(ends), "" if size == expected else damaged
+        with safe_open(file, framework="np") as opened:
+            return len(opened.keys()), ""
+    except SafetensorError:
+        return 0, f"its {file.name} is damaged or incomplete: download it again"

@@ -22,15 +22,19 @@ POINTER = "version https://git-lfs.github.com/spec/v1\nsize 9\n"
         (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model first"),
         (["model_index.json", "unet/config.json"], "transformers has no such models"),
         (["model-q4.gguf"], "name a GGUF file in it, such as model-q4.gguf"),
-        (["refs/main", "snapshots/0123"], "name the folder of a revision in its folder snapshots"),
         (["checkpoint-5/config.json"], "name a folder in it that has one, such as checkpoint-5"),
-        (["params.json", "consolidated.00.pth"], "use the model's version for transformers"),
-        (["tokenizer.json", "vocab.txt"], "it has a tokenizer only, add the model's other files"),
-        (["notes.txt"], "there is no config.json in it"),
+        (
+            ["vocab.txt", "tokenizer.json"],
+            "in it, but tokenizer.json, vocab.txt: add the model's",
+        ),
+        (
+            ["d.txt", "c.txt", "b.txt", "a.txt"],
+            "in it, but a.txt, b.txt, c.txt: add the model's",
+        ),
     ],
 )
 def test_a_folder_without_a_configuration_is_explained(files: list[str], sentence: str) -> None:
-    assert config_problem(files).endswith(sentence)
+    assert sentence in config_problem(files)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +44,14 @@ def test_a_folder_without_a_configuration_is_explained(files: list[str], sentenc
         (["training_args.bin"], "it has no weights: add model.safetensors"),
         (["pytorch_model.bin"], "a pickle (pytorch_model.bin), which could run code: load it once"),
         (["0_Transformer/pytorch_model.bin"], "a pickle"),
-        (["onnx/model.onnx", "onnx/model.onnx_data"], "ONNX or OpenVINO only: use the model's"),
-        (["openvino_model.xml", "openvino_model.bin"], "ONNX or OpenVINO only: use the model's"),
+        (
+            ["onnx/model.onnx", "onnx/model.onnx_data"],
+            "are model.onnx only: use the",
+        ),
+        (["openvino_model.xml", "openvino_model.bin"], "are openvino_model.xml only: use the"),
         (["model.gguf"], "its weights are GGUF: name the file, such as model.gguf"),
-        (["tf_model.h5"], "TensorFlow or Flax only: use the model's safetensors"),
+        (["tf_model.h5", "pytorch_model.bin"], "a pickle (pytorch_model.bin)"),
+        (["tf_model.h5"], "are tf_model.h5 only: use the model's safetensors"),
         (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model first"),
         (["consolidated.safetensors"], "its weights are consolidated.safetensors, and"),
     ],
@@ -98,9 +106,9 @@ def weights(size: int) -> bytes:
     [
         (weights(400), ""),
         (NO_TENSORS, ""),
-        (weights(400)[:-1], "its model.safetensors is incomplete, "),
-        (weights(400) + b"a", "its model.safetensors is damaged: download it again"),
-        (weights(400)[:20], "is incomplete, 20 of "),
+        (weights(400)[:-1], "its model.safetensors is damaged or incomplete: download it again"),
+        (weights(400) + b"a", "is damaged"),
+        (weights(400)[:20], "is damaged"),
         (b"", "is damaged"),
         (b"<html>not found</html>", "is damaged"),
         ((2).to_bytes(8, "little") + b"[]", "is damaged"),
@@ -124,7 +132,7 @@ def test_every_shard_of_an_index_is_checked(tmp_path: Path) -> None:
     (folder / shards[0]).write_bytes(weights(40))
     assert folder_problem(folder) == f"its weights lack {shards[1]}: download it"
     (folder / shards[1]).write_bytes(weights(40)[:-4])
-    assert f"its {shards[1]} is incomplete" in folder_problem(folder)
+    assert f"its {shards[1]} is damaged or incomplete" in folder_problem(folder)
     (folder / shards[1]).write_bytes(weights(40))
     assert not folder_problem(folder)
     index.write_text("[]")
