@@ -161,7 +161,6 @@ class FusedOutput(NamedTuple):
     """A product that was computed for one slice and awaits the calls of the next ones."""
 
     x: weakref.ref[Tensor]
-    version: int
     next_index: int  # of the slice to be called next
     out: Tensor
 
@@ -196,13 +195,13 @@ class FusedLinear(nn.Module):
         return out
 
     def _product(self, x: Tensor, index: int) -> Tensor:
-        output, version = self.output, _version(x)
-        if output and output.x() is x and (output.version, output.next_index) == (version, index):
+        output = self.output
+        if output and output.x() is x and output.next_index == index:
             out = output.out
         else:
             out = self.layer(x)
         is_last = index + 1 == len(self.columns)
-        self.output = None if is_last else FusedOutput(weakref.ref(x), version, index + 1, out)
+        self.output = None if is_last else FusedOutput(weakref.ref(x), index + 1, out)
         return out
 
 
@@ -226,8 +225,3 @@ class FusedSlice(nn.Module):
 def weight_stand_in(weight: Tensor) -> SimpleNamespace:
     """Return an object with the attributes of `layer.weight` that some models read."""
     return SimpleNamespace(dtype=weight.dtype, device=weight.device)
-
-
-def _version(x: Tensor) -> int:
-    """Return a number that changes when x is changed in place; 0 where torch does not count."""
-    return 0 if x.is_inference() else x._version
