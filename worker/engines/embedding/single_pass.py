@@ -5,7 +5,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from worker.device.self_check import random_prompts
 from worker.engines.embedding.pooling import PoolFunction
 from worker.engines.embedding.tokenization import TokenRow
 from worker.engines.pipeline.loading import choose_batching, pad
-from worker.engines.pipeline.packed_attention import PackingPlan
 from worker.engines.pipeline.yield_points import YieldPoints
 from worker.messages.protocol import OtherModels
 
@@ -87,23 +86,8 @@ class SinglePassModel:
         for n, end in enumerate(attended):
             inputs["attention_mask"][n, end:] = 0
         packing = self.packing
-        with packing.batch(counts, max(counts)) if packing else nullcontext():
-            if packing and packing.plan and attended:
-                packing.plan = mask_tokens(packing.plan, attended)
+        with packing.batch(counts, max(counts), attended=attended) if packing else nullcontext():
             output: Tensor = self.model(**inputs)[self.output_name]
         if self.per_text:
             return output
         return torch.cat([states[:n] for states, n in zip(output, counts, strict=True)])
-
-
-def mask_tokens(plan: PackingPlan, attended: Sequence[int]) -> PackingPlan:
-    """Return a plan whose sequences attend to that many tokens at their start."""
-    lengths = zip(plan.counts.tolist(), attended, strict=True)
-    is_key = torch.cat([torch.arange(count) < end for count, end in lengths])
-    groups = []
-    for group in plan.groups:
-        mask = is_key.to(group.gather_index.device)[group.gather_index][:, None, None]
-        if group.key_mask is not None:  # of padding
-            mask &= group.key_mask
-        groups.append(replace(group, key_mask=mask))
-    return replace(plan, groups=groups, masks_tokens=True)

@@ -51,7 +51,7 @@ class PackedGroup:
     """Sequences of similar length that share one attention call, padded to the longest."""
 
     gather_index: Tensor  # [b, l] positions in the packed row; padding points at token 0
-    key_mask: Tensor | None  # [b, 1, 1, l] bool, False for padding; None: no padding
+    key_mask: Tensor | None  # [b, 1, 1, l] bool: keys that all attend to; None: all
     scatter_index: Tensor  # [b * l] positions in the packed row; padding points behind its end
 
 
@@ -86,17 +86,19 @@ def plan_batch(
     counts: Sequence[int],
     width: int,
     device: torch.device,
-    head_positions: Sequence[Sequence[int]] | None,
+    head_positions: Sequence[Sequence[int]] | None = None,
+    attended: Sequence[int] = (),
 ) -> PackingPlan:
     """Plan right-padded sequences of `counts` tokens in a batch of `width` columns.
 
     `head_positions[i]`, if given, are the only positions of sequence i that the head sees.
+    `attended[i]`, if given: the tokens at its start that all attend to.
     """
     starts = [0, *itertools.accumulate(counts)]
     ranges = (torch.arange(i * width, i * width + n) for i, n in enumerate(counts))
     token_index = torch.cat(list(ranges)).to(device)
     groups = [
-        _group(members, counts, starts, device)
+        _group(members, counts, attended or counts, starts, device)
         for members in similar_lengths(counts, device.type == "cuda")
     ]
     head_index = None
@@ -107,7 +109,7 @@ def plan_batch(
     bounds = torch.tensor(starts, dtype=torch.int32).to(device)
     return PackingPlan(
         len(counts), width, torch.tensor(counts), bounds, max(counts), token_index,
-        groups, head_index,
+        groups, head_index, bool(attended),
     )  # fmt: skip
 
 
@@ -126,15 +128,17 @@ def similar_lengths(counts: Sequence[int], on_gpu: bool) -> list[list[int]]:
 
 
 def _group(
-    members: Sequence[int], counts: Sequence[int], starts: Sequence[int], device: torch.device
-) -> PackedGroup:
-    lengths = torch.tensor([counts[i] for i in members])
-    first = torch.tensor([starts[i] for i in members])
+    members: Sequence[int], counts: Sequence[int], attended: Sequence[int],
+    starts: Sequence[int], device: torch.device,
+) -> PackedGroup:  # fmt: skip
+    lengths, keys, first = (
+        torch.tensor([values[i] for i in members]) for values in (counts, attended, starts)
+    )
     column = torch.arange(int(lengths.max()))
-    is_token = column < lengths[:, None]  # [b, l]
+    is_token, is_key = column < lengths[:, None], column < keys[:, None]  # [b, l]
     positions = first[:, None] + column
     gather, scatter = (torch.where(is_token, positions, padding) for padding in (0, starts[-1]))
-    mask = None if is_token.all() else is_token[:, None, None, :].to(device)
+    mask = None if is_key.all() else is_key[:, None, None, :].to(device)
     return PackedGroup(gather.to(device), mask, scatter.flatten().to(device))
 
 
@@ -160,10 +164,12 @@ class Packing:
         counts: Sequence[int],
         width: int,
         head_positions: Sequence[Sequence[int]] | None = None,
+        attended: Sequence[int] = (),
     ) -> Iterator[None]:
         """Run the model calls inside packed: right-padded rows [B, width] of `counts` tokens. With
-        `head_positions` the head gets those [B, M] instead of all tokens."""
-        self.plan = plan_batch(counts, width, self.model.device, head_positions)
+        `head_positions` the head gets those [B, M] instead of all tokens. `attended`: as in
+        `plan_batch`."""
+        self.plan = plan_batch(counts, width, self.model.device, head_positions, attended)
         self.calls = 0
         try:
             yield
@@ -411,7 +417,7 @@ def check_attention(
     """Compare `attend` with torch's function on random sequences longer than the window. Raises
     CannotRun where they differ."""
     counts = [3, 2 * config.window + MIN_PROMPT_TOKENS, 17, 18]
-    plan = plan_batch(counts, max(counts), device, None)
+    plan = plan_batch(counts, max(counts), device)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, sum(counts), config.head_size, generator=generator).to(device, dtype)
