@@ -20,7 +20,7 @@ from worker.backends.cuda import varlen
 from worker.device.self_check import TOLERANCE, CannotRun
 from worker.engines.embedding.single_pass import STATES, SinglePassModel
 from worker.engines.pipeline import packed_attention as packing_module
-from worker.engines.pipeline.loading import SampleRows, check_packing, random_rows
+from worker.engines.pipeline.loading import check_packing, random_rows
 from worker.engines.pipeline.packed_attention import (
     AttentionConfig,
     Packing,
@@ -70,15 +70,20 @@ def fresh_model(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     return loaded
 
 
-def own_outputs(model: PreTrainedModel, rows: SampleRows) -> list[Any]:
+def own_outputs(
+    model: PreTrainedModel, rows: dict[str, Tensor], counts: Sequence[int]
+) -> list[Any]:
     with torch.no_grad():
-        return [model(**row) for row in rows.single]
+        return [
+            model(**{name: value[row : row + 1, :n] for name, value in rows.items()})
+            for row, n in enumerate(counts)
+        ]
 
 
-def packed_outputs(packing: Packing, rows: SampleRows) -> list[Any]:
-    with packing.batch(rows.counts, max(rows.counts)), torch.no_grad():
-        output = packing.model(**rows.batch)
-    return split_output(output, len(rows.counts), rows.counts)
+def packed_outputs(packing: Packing, rows: dict[str, Tensor], counts: Sequence[int]) -> list[Any]:
+    with packing.batch(counts, max(counts)), torch.no_grad():
+        output = packing.model(**rows)
+    return split_output(output, len(counts), counts)
 
 
 def relative_error(output: Any, expected: Any) -> float:
@@ -108,7 +113,9 @@ def test_packed_rows_equal_the_models_own_forward(name: str) -> None:
     ):
         rows = random_rows(model, run.pipe.tokenizer, lengths)
         for output, expected in zip(
-            packed_outputs(run.packing, rows), own_outputs(model, rows), strict=True
+            packed_outputs(run.packing, rows, lengths),
+            own_outputs(model, rows, lengths),
+            strict=True,
         ):
             assert relative_error(output, expected) < 1e-4
 
@@ -226,7 +233,7 @@ def test_tiny_models_give_different_outputs_for_different_inputs(name: str) -> N
     """Without this the other tests could not fail."""
     model = fresh_model(name)
     rows = random_rows(model, load(name).pipe.tokenizer, [12, 12])
-    one, other = own_outputs(model, rows)
+    one, other = own_outputs(model, rows, [12, 12])
     assert relative_error(one, other) > 0.01
 
 
@@ -338,12 +345,12 @@ def test_a_broken_packing_is_refused(
 def test_a_failed_check_leaves_the_model_unchanged() -> None:
     model, tokenizer = fresh_model("bert-base"), load("bert-base").pipe.tokenizer
     rows = random_rows(model, tokenizer, [9])
-    before = own_outputs(model, rows)[0]
+    before = own_outputs(model, rows, [9])[0]
     with pytest.MonkeyPatch.context() as patch:
         sequences_attend_to_each_other(patch)
         with pytest.raises(CannotRun):
             check_packing(Packing(model), tokenizer, limit=64)
-    assert relative_error(own_outputs(model, rows)[0], before) == 0
+    assert relative_error(own_outputs(model, rows, [9])[0], before) == 0
 
 
 @pytest.mark.parametrize("name", ["bert-base", "bert-classify", "modernbert-mlm", "llama-classify"])
@@ -352,11 +359,11 @@ def test_packed_bfloat16_is_accepted_and_close_to_float32(name: str) -> None:
     assert run.info.batching == "packed", run.info.why
     assert run.packing is not None
     half, full = fresh_model(name, torch.bfloat16), fresh_model(name)
-    rows = random_rows(full, run.pipe.tokenizer, [3, 40, 17, 16])
-    rounding = max(map(relative_error, own_outputs(half, rows), own_outputs(full, rows)))
-    for output, expected in zip(
-        packed_outputs(run.packing, rows), own_outputs(full, rows), strict=True
-    ):
+    counts = [3, 40, 17, 16]
+    rows = random_rows(full, run.pipe.tokenizer, counts)
+    own = own_outputs(full, rows, counts)
+    rounding = max(map(relative_error, own_outputs(half, rows, counts), own))
+    for output, expected in zip(packed_outputs(run.packing, rows, counts), own, strict=True):
         assert relative_error(output, expected) < 2 * rounding + TOLERANCE[torch.bfloat16]
 
 

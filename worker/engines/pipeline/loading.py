@@ -226,8 +226,8 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
         packing = Packing(model)
         packing.attach()
         return "packed", "", packing
-    rows = partial(rows_beyond_windows, model, tokenizer, limit)
-    if why_not_padded := _why_not(lambda: check_rows(rows(), model, model)):
+    counts = counts_beyond_windows(model, limit)
+    if why_not_padded := _why_not(lambda: check_rows(model, tokenizer, counts, model)):
         return "single", f"packed: {why}; padded: {why_not_padded}", None
     return "padded", why, None
 
@@ -243,31 +243,17 @@ def _why_not(check: Callable[[], None]) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRows:
-    """Random rows, as the arguments that the tokenizer makes of texts."""
-
-    batch: dict[str, Tensor]  # [B, L] each, padded
-    single: Sequence[dict[str, Tensor]]  # the same per row, [1, tokens]
-    counts: Sequence[int]  # tokens per row
-
-
 def random_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int]
-) -> SampleRows:
-    """Return rows of random ordinary tokens. Each ends in the token that ends texts, which some
-    models search for."""
+) -> dict[str, Tensor]:
+    """Return rows of random ordinary tokens, padded, as the arguments [B, L] that the tokenizer
+    makes of texts. Each ends in the token that ends texts, which some models search for."""
     texts = random_prompts(model, tokenizer, counts)
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     if isinstance(last, int):
         for text in texts:
             text[-1] = last
-    batch = pad(tokenizer, {"input_ids": texts}).to(model.device)
-    single = [
-        {name: value[row : row + 1, :n] for name, value in batch.items()}
-        for row, n in enumerate(counts)
-    ]
-    return SampleRows(dict(batch), single, counts)
+    return dict(pad(tokenizer, {"input_ids": texts}).to(model.device))
 
 
 def pad(tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]]) -> Any:
@@ -276,48 +262,50 @@ def pad(tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]]) -
     return tokenizer.pad(batch, padding=several, padding_side="right", return_tensors="pt")
 
 
-def rows_beyond_windows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> SampleRows:
-    """Return a short row and two of similar length, which share an attention call when packed.
-    The two exceed the attention window, as far as `limit` and time allow."""
+def counts_beyond_windows(model: PreTrainedModel, limit: int) -> list[int]:
+    """Return the tokens of a short row and of two of similar length, which share an attention call
+    when packed. The two exceed the attention window, as far as `limit` and time allow."""
     longest = length_beyond_windows(model.config, limit)
-    counts = [min(3, longest), longest, longest - longest // 8]
-    return random_rows(model, tokenizer, counts)
+    return [min(3, longest), longest, longest - longest // 8]
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
     """Raise CannotRun unless packed rows give the output of each row alone."""
-    rows = rows_beyond_windows(packing.model, tokenizer, limit)
+    counts = counts_beyond_windows(packing.model, limit)
 
     def forward_packed(**batch: Tensor) -> Any:
-        with ExitStack() as undo, packing.batch(rows.counts, max(rows.counts)):
+        with ExitStack() as undo, packing.batch(counts, max(counts)):
             undo.callback(packing.attach())
             return packing.model(**batch)
 
-    check_rows(rows, packing.model, forward_packed)
+    check_rows(packing.model, tokenizer, counts, forward_packed)
     if packing.calls != len(packing.layers):
         raise CannotRun("its layers do not call a registered attention function")
 
 
 @torch.no_grad()
 def check_rows(
-    rows: SampleRows, forward_single: Callable[..., Any], forward_batch: Callable[..., Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    counts: Sequence[int],
+    forward_batch: Callable[..., Any],
 ) -> None:
     """Raise CannotRun unless each float output of a batch is the row's own, up to rounding."""
+    batch = random_rows(model, tokenizer, counts)
 
-    def run(
-        forward: Callable[..., Any], batch: dict[str, Tensor], counts: Sequence[int]
-    ) -> list[Tensor]:
-        outputs = split_output(on_worker(partial(forward, **batch)), len(counts), counts)
+    def run(forward: Callable[..., Any], rows: dict[str, Tensor], counts: Any) -> list[Tensor]:
+        outputs = split_output(on_worker(partial(forward, **rows)), len(counts), counts)
         return [value for pair in zip(outputs, counts, strict=True) for value in _floats(*pair)]
 
-    def run_alone(batches: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        pairs = zip(batches, rows.counts, strict=True)
-        return [value for row, n in pairs for value in run(forward_single, row, [n])]
+    def run_alone(counts: Sequence[int]) -> list[Tensor]:
+        rows = [
+            ({name: value[row : row + 1, :n] for name, value in batch.items()}, n)
+            for row, n in enumerate(counts)
+        ]
+        return [value for row, n in rows for value in run(model, row, [n])]
 
-    together = run(forward_batch, rows.batch, rows.counts)
-    alone = Reference(run_alone, rows.single, name="its outputs in a batch")
+    together = run(forward_batch, batch, counts)
+    alone = Reference(run_alone, counts, name="its outputs in a batch")
     if [value.shape for value in together] != [value.shape for value in alone.logits]:
         raise CannotRun("its outputs have other shapes in a batch")
     alone.check(together, max(TOLERANCE[value.dtype] for value in alone.logits))
