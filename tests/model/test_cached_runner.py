@@ -354,17 +354,18 @@ def test_a_step_that_raises_fails_only_the_guilty_item(later: bool, steps: bool)
 class LimitedMemory:
     """A runner's forward that raises out of memory for more sequences."""
 
-    def __init__(self, runner: CachedRunner, rows: int) -> None:
+    def __init__(self, runner: Any, rows: int) -> None:
         self.rows = rows
         self.refused = 0
         self._forward = runner.forward
-        runner.forward = self.forward  # type: ignore[method-assign]
+        runner.forward = self.forward
 
     def forward(self, batch: Batch, sampled: torch.Tensor | None = None) -> torch.Tensor:
         if len(batch.chunks) > self.rows:
             self.refused += 1
             raise torch.OutOfMemoryError("out of memory")
-        return self._forward(batch, sampled)
+        logits: torch.Tensor = self._forward(batch, sampled)
+        return logits
 
 
 @pytest.mark.usefixtures("steps")

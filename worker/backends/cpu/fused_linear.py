@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,14 +157,6 @@ def _concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([bias.detach() for bias in biases])
 
 
-class FusedOutput(NamedTuple):
-    """A product that was computed for one slice and awaits the calls of the next ones."""
-
-    x: weakref.ref[Tensor]
-    next_index: int  # of the slice to be called next
-    out: Tensor
-
-
 class FusedLinear(nn.Module):
     """One layer for several: `layer` maps x [..., in] to [..., sum of `sizes`]."""
 
@@ -173,7 +165,8 @@ class FusedLinear(nn.Module):
         self.layer: Any = layer
         self.contiguous = contiguous
         self.columns = list(pairwise(accumulate(sizes, initial=0)))
-        self.output: FusedOutput | None = None
+        # the input and product of the first slice, until the last one is called
+        self.output: tuple[weakref.ref[Tensor], Tensor] | None = None
         self.traced: tuple[Tensor, Tensor] | None = None  # input and product, within a trace
 
     def slice(self, x: Tensor, index: int) -> Tensor:
@@ -196,12 +189,8 @@ class FusedLinear(nn.Module):
 
     def _product(self, x: Tensor, index: int) -> Tensor:
         output = self.output
-        if output and output.x() is x and output.next_index == index:
-            out = output.out
-        else:
-            out = self.layer(x)
-        is_last = index + 1 == len(self.columns)
-        self.output = None if is_last else FusedOutput(weakref.ref(x), index + 1, out)
+        out: Tensor = output[1] if index and output and output[0]() is x else self.layer(x)
+        self.output = None if index + 1 == len(self.columns) else (weakref.ref(x), out)
         return out
 
 
