@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import orjson
 import torch
+from transformers import ZeroShotClassificationPipeline
 from transformers.pipelines.base import ChunkPipeline, PipelineException, pad_collate_fn
 
 from batching.errors import InvalidInput
@@ -180,7 +181,11 @@ class PipelineRunner:
         if truncation is not None:
             pipe.tokenizer = TruncatingTokenizer(tokenizer, truncation, max_tokens)
         try:
-            output = pipe.preprocess(inputs, **preprocess)
+            output: Any
+            if isinstance(pipe, ZeroShotClassificationPipeline):
+                output = tokenize_pairs(pipe, inputs, **preprocess)
+            else:
+                output = pipe.preprocess(inputs, **preprocess)
             if isinstance(pipe, ChunkPipeline):
                 chunks += share_equal_tensors(output) if self.task.kind == "json" else output
             else:
@@ -399,6 +404,31 @@ def share_equal_tensors(chunks: Iterable[ModelInputs]) -> Iterator[ModelInputs]:
             if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
                 chunk[key] = value
         yield chunk
+
+
+def tokenize_pairs(
+    pipe: Pipe,
+    text: str,
+    candidate_labels: Sequence[str],
+    hypothesis_template: str = "This example is {}.",
+) -> Iterable[ModelInputs]:
+    """Return what zero-shot classification makes of a text and its labels, with one call of the
+    tokenizer: the pipeline's own call for each label holds the interpreter three times as long."""
+    pairs, [sequence] = pipe._args_parser(text, candidate_labels, hypothesis_template)
+    try:
+        tokens = pipe.tokenizer(pairs, truncation="only_first")
+    except Exception:  # a label longer than the model's limit; the pipeline does not truncate it
+        chunks: Iterable[ModelInputs] = pipe.preprocess(text, candidate_labels, hypothesis_template)
+        return chunks
+    return [
+        {
+            "candidate_label": label,
+            "sequence": sequence,
+            "is_last": n == len(pairs) - 1,
+            **{name: torch.tensor([rows[n]]) for name, rows in tokens.items()},
+        }
+        for n, label in enumerate(candidate_labels)
+    ]
 
 
 def split_output(output: Any, size: int, counts: Sequence[int] | None) -> list[Any]:
