@@ -30,8 +30,8 @@ from worker.model.attention.kv_cache import BLOCK, KVCache
 ATTENTION = "onequeue_paged"
 LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)
 SHARED_LAYER = -1  # the first layer's number in a graph of several; that of the next is -2
-# Spans of up to BLOCK tokens share a call if the longest reach is at most MAX_REACH_RATIO times the
-# shortest, or at most MAX_REACH_EXCESS tokens longer.
+# Spans share a call if the longest reach is at most MAX_REACH_RATIO times the shortest, or at most
+# MAX_REACH_EXCESS tokens longer.
 MAX_REACH_RATIO, MAX_REACH_EXCESS = 1.5, 256
 # Elements of a mask (64 MB in two bytes), or of scores where those are materialized.
 MAX_MASK_ELEMENTS = 1 << 25
@@ -156,8 +156,8 @@ AttentionInterface.register(ATTENTION, attention_function)
 class AttentionMetadata(AttentionBackend):
     """Paged attention by torch's functions.
 
-    Short spans of similar reach share a call: their blocks are gathered side by side, and a mask
-    hides what a query must not attend to.
+    Spans of similar reach share a call: their blocks are gathered side by side, and a mask hides
+    what a query must not attend to.
     """
 
     torch_only = True
@@ -213,12 +213,15 @@ class AttentionMetadata(AttentionBackend):
             if group.blocks is not None:
                 ks, vs = (stored.index_select(0, group.blocks) for stored in (keys, values))
             else:
-                ks, vs = (new.index_select(0, group.rows) for new in (k, v))
+                ks, vs = (select(new, group.rows) for new in (k, v))
             ks, vs = (x.view(b, -1, *x.shape[-2:]) for x in (ks, vs))
-            qs = q.index_select(0, group.rows).view(b, t, *q.shape[1:])
+            qs = select(q, group.rows).view(b, t, *q.shape[1:])
             attended = group.attend(qs, ks, vs, scale, softcap, sinks)  # [b, t, H, Dv]
             attended = attended.reshape(b * t, *out.shape[1:])
-            out.index_copy_(0, group.target_rows, select(attended, group.unpadded))
+            if group.target_rows is None:
+                out = attended.contiguous()  # as the operation's fake kernel promises
+            else:
+                out.index_copy_(0, group.target_rows, select(attended, group.unpadded))
         return out
 
     def groups(self, window: int, chunk: int, needs_mask: bool) -> list["SpanGroup"]:
@@ -232,19 +235,25 @@ class AttentionMetadata(AttentionBackend):
         return self._groups[key]
 
     def _members(self, window: int, chunk: int) -> Iterator[Any]:
-        """Yield the span numbers of each group: long spans alone, others of similar reach."""
+        """Yield the span numbers of each group: whole prompts apart from those with a prefix in
+        the cache, of similar reach."""
         first = self._first_gathered(slice(None), window, chunk)
         reach = self.starts + self.widths - first // BLOCK * BLOCK
-        is_long = self.widths > BLOCK
-        yield from np.flatnonzero(self.grouped & is_long)[:, None]
-        members = np.flatnonzero(self.grouped & ~is_long)
-        members = members[np.argsort(reach[members])]
-        while len(members):
-            shortest = reach[members[0]]
-            limit = max(shortest * MAX_REACH_RATIO, shortest + MAX_REACH_EXCESS)
-            count = np.searchsorted(reach[members], limit, side="right")
-            yield np.sort(members[:count])
-            members = members[count:]
+        without_prefix = (self.starts == 0) & (self.widths > 1)
+        for is_member in (self.grouped & without_prefix, self.grouped & ~without_prefix):
+            members = np.flatnonzero(is_member)
+            if len(members) and _can_share_call(reach[members], self.widths[members]):
+                yield members
+                continue
+            members = members[np.lexsort((reach[members], self.widths[members] > BLOCK))]
+            begin = 0
+            for end in range(1, len(members) + 1):
+                extended = members[begin : end + 1]
+                if end == len(members) or not _can_share_call(
+                    reach[extended], self.widths[extended]
+                ):
+                    yield np.sort(members[begin:end])
+                    begin = end
 
     def _group(self, members: Any, window: int, chunk: int, needs_mask: bool) -> "SpanGroup":
         starts, widths = self.starts[members], self.widths[members]
@@ -254,6 +263,7 @@ class AttentionMetadata(AttentionBackend):
         is_token = within < widths[:, None]  # [b, t]
         rows = self.offsets[members, None] + np.minimum(within, widths[:, None] - 1)
         unpadded = None if is_token.all() else to_device(np.flatnonzero(is_token), device)
+        is_whole_step = unpadded is None and b == len(self.widths)
         blocks = ranges = device_ranges = mask = None
         begin, keys = np.zeros_like(starts), t
         if t == 1 or starts.any():
@@ -265,7 +275,8 @@ class AttentionMetadata(AttentionBackend):
             device_ranges = to_device(ranges, device)
             if t <= BLOCK:
                 mask = make_mask(device_ranges, slice(0, keys), self.cache.dtype)
-        target_rows, rows = to_device(rows[is_token], device), to_device(rows.ravel(), device)
+        target_rows = None if is_whole_step else to_device(rows[is_token], device)
+        rows = None if is_whole_step else to_device(rows.ravel(), device)
         return SpanGroup(rows, unpadded, target_rows, (b, t), blocks, ranges, device_ranges, mask)
 
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
@@ -298,6 +309,12 @@ class AttentionMetadata(AttentionBackend):
 def select(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """Return these rows; None: all."""
     return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def _can_share_call(reach: Any, widths: Any) -> bool:
+    """Return whether padding all spans to the longest costs less than a call for each."""
+    similar = reach.max() <= max(reach.min() * MAX_REACH_RATIO, reach.min() + MAX_REACH_EXCESS)
+    return bool(similar and widths.max() <= max(BLOCK, widths.min() * MAX_REACH_RATIO))
 
 
 # ── bidirectional spans of prompts ──
@@ -349,13 +366,13 @@ class BidirectionalMetadata(AttentionMetadata):
 class SpanGroup:
     """Spans that share one attention call: b spans, padded to the t tokens of the widest.
 
-    Each query attends to one range of its span's keys. The masks of a long span are recomputed for
+    Each query attends to one range of its span's keys. The masks of long spans are recomputed for
     each layer, for few queries at a time, which bounds their memory.
     """
 
-    rows: Tensor  # [b * t] rows of the step, padding repeats the last
+    rows: Tensor | None  # [b * t] rows of the step, padding repeats the last; None: all, in order
     unpadded: Tensor | None  # indices into `rows` without padding; None: all
-    target_rows: Tensor  # `rows` without padding
+    target_rows: Tensor | None  # `rows` without padding; None: all, in order
     shape: tuple[int, int]  # b, t
     blocks: Tensor | None  # [b * n] blocks to gather; None: a span attends to its own tokens only
     ranges: Any  # int [2, b, t] first and last key of each query; None: causal
@@ -366,9 +383,10 @@ class SpanGroup:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
     ) -> Tensor:
         """Return [b, t, H, Dv] for q [b, t, H, D], k [b, keys, Hkv, D] and v [b, keys, Hkv, Dv]."""
+        heads_per_key = q.shape[2] // k.shape[2]
         if self.device_ranges is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            gqa = q.shape[1] > k.shape[1]
+            gqa = heads_per_key > 1
             if gqa and k.shape[1] == 1 and q.shape[3] > MAX_FLASH_SIZE:
                 # views; with fewer key heads only flash attention does not store all scores
                 k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
@@ -376,14 +394,16 @@ class SpanGroup:
             return out.transpose(1, 2)
         if self.mask is not None:
             return _masked_attention(q, k, v, self.mask, scale, softcap, sinks)
-        limit = MAX_MASK_ELEMENTS
+        # of one span, and of several, whose masks are repeated for each query head
+        limits = MAX_MASK_ELEMENTS, MAX_MASK_ELEMENTS // heads_per_key
         if _materializes_scores(softcap, sinks):
-            limit //= q.shape[2]
+            limits = MAX_MASK_ELEMENTS // q.shape[2], MAX_MASK_ELEMENTS // q.shape[2]
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        for queries, keys in _pieces(self.ranges, slice(0, q.shape[1]), limit):
-            mask = make_mask(self.device_ranges[:, :, queries], keys, q.dtype)
-            out[:, queries] = _masked_attention(
-                q[:, queries], k[:, keys], v[:, keys], mask, scale, softcap, sinks
+        b, t = self.shape
+        for spans, queries, keys in _pieces(self.ranges, slice(0, b), slice(0, t), limits):
+            mask = make_mask(self.device_ranges[:, spans, queries], keys, q.dtype)
+            out[spans, queries] = _masked_attention(
+                q[spans, queries], k[spans, keys], v[spans, keys], mask, scale, softcap, sinks
             )
         return out
 
@@ -397,16 +417,24 @@ def make_mask(ranges: Tensor, keys: slice, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
-def _pieces(ranges: Any, queries: slice, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Yield queries of one span and their keys, with masks of at most `limit` elements."""
-    first, last = ranges[:, 0, queries]
+def _pieces(
+    ranges: Any, spans: slice, queries: slice, limits: tuple[int, int]
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield spans, their queries and the keys of those, with masks of at most `limits[0]` elements
+    for one span and `limits[1]` for several."""
+    first, last = ranges[:, spans, queries]
     keys = slice(int(first.min()), int(last.max()) + 1)
-    if len(first) == 1 or len(first) * (keys.stop - keys.start) <= limit:
-        yield queries, keys
-        return
-    middle = queries.start + len(first) // 2
-    yield from _pieces(ranges, slice(queries.start, middle), limit)
-    yield from _pieces(ranges, slice(middle, queries.stop), limit)
+    b, t = first.shape
+    if b * t == 1 or b * t * (keys.stop - keys.start) <= limits[b > 1]:
+        yield spans, queries, keys
+    elif b > 1:
+        middle = spans.start + b // 2
+        yield from _pieces(ranges, slice(spans.start, middle), queries, limits)
+        yield from _pieces(ranges, slice(middle, spans.stop), queries, limits)
+    else:
+        middle = queries.start + t // 2
+        yield from _pieces(ranges, spans, slice(queries.start, middle), limits)
+        yield from _pieces(ranges, spans, slice(middle, queries.stop), limits)
 
 
 def _materializes_scores(softcap: float, sinks: Tensor | None) -> bool:
