@@ -18,14 +18,13 @@ import torch
 
 from batching import step_times
 from batching.errors import ItemFailed, OutOfMemory
-from batching.sequence import Batch
 from batching.step_times import MAX_TURN_S, PrefillBudget
 from tests import generating, tiny_decoders
 from tests.fakes import BusyModels
 from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
 from tests.matrix import matrix
 from tests.tiny_decoders import decoder
-from worker.backends.cached_runner import CachedRunner, CacheSlot, CacheState, _tensor_bytes
+from worker.backends.cached_runner import CachedRunner, CacheGroup, CacheSlot, _tensor_bytes
 from worker.backends.cpu.linear_layers import PackedLinear
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import cached_engine, load_generator
@@ -43,7 +42,11 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "rwkv": decoder("RwkvConfig", attention_hidden_size=32, context_length=256),
     "recurrent-gemma": decoder("RecurrentGemmaConfig", num_key_value_heads=1, **RECURRENT),
 }
-UNCACHED = ("recurrent-gemma",)  # keeps its state in its modules
+# Whether rows of each may share a forward, and whether its cache is used.
+MODES = dict.fromkeys(BUILDERS, (True, True)) | {
+    "rwkv": (False, True),  # transformers mixes up the rows of a batch after the first step
+    "recurrent-gemma": (True, False),  # keeps its state in its modules
+}
 LENGTHS = (3, 17, 40, 9, 9)
 TOKENS = 8
 BAD_TOKEN = 7  # a token for which some tests make the model fail
@@ -108,7 +111,7 @@ def with_embedding_hook(
 )
 def test_a_mixed_batch_generates_as_generate_does(name: str, steps: bool) -> None:
     generator = new_engine(name)
-    assert checked(name).uses_cache is (name not in UNCACHED)
+    assert (checked(name).batches_rows, checked(name).uses_cache) == MODES[name]
     texts = prompts(0)
     served, driver = serve(generator, *(request(prompt, max_tokens=TOKENS) for prompt in texts))
     for response, prompt in zip(served, texts, strict=True):
@@ -175,14 +178,14 @@ def test_an_echoed_prompt_has_log_probabilities(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_new_request_starts_at_once() -> None:
-    """Also beside long responses that started one by one."""
+    """Also beside long responses that started one by one, each a group of its own."""
     driver = Driver(new_engine())
     texts = prompts(8, (3, 200, 30, 9, 9))
     lasting = []
     for prompt in texts[:3]:
         lasting.append(driver.add(request(prompt, max_tokens=40)))
         driver.step()
-    assert len(states(driver)) == 3
+    assert len(set(groups(driver))) == 3
     for prompt in texts[3:]:
         newcomer = driver.add(request(prompt, max_tokens=2))
         driver.step()
@@ -195,25 +198,33 @@ def test_a_new_request_starts_at_once() -> None:
         assert response.ids == [oracle("bloom", prompt, 40)]
 
 
-def test_a_sequences_cache_is_freed_with_it() -> None:
+def test_prompts_of_equal_length_share_a_forward() -> None:
     driver = Driver(new_engine())
-    for count, prompt in enumerate(prompts(20, (9, 9)), 2):
-        driver.add(request(prompt, max_tokens=2 * count))
+    texts = prompts(19, (9, 17, 9, 9, 17))
+    served = [driver.add(request(prompt, max_tokens=4)) for prompt in texts]
+    rows: list[int] = []
+    with with_embedding_hook("bloom", lambda ids, output: rows.append(len(ids))):
+        driver.finish()
+    assert rows == [3, 2] * 4
+    for response, prompt in zip(served, texts, strict=True):
+        assert response.ids == [oracle("bloom", prompt, 4)]
+
+
+def test_a_groups_cache_is_freed_with_its_last_sequence() -> None:
+    driver = Driver(new_engine())
+    for prompt in prompts(20, (9, 9)):
+        driver.add(request(prompt, max_tokens=4))
     driver.step()
     driver.generator.warm_up()
-    first, second = (weakref.ref(state.cache) for state in states(driver))
-    while len(driver.generator.scheduler.running) == 2:
-        driver.step()
-    assert first() is None
-    assert second() is not None
+    (group,) = set(map(weakref.ref, groups(driver)))
     driver.finish()
-    assert second() is None
+    assert group() is None
 
 
-def states(driver: Driver) -> list[CacheState]:
+def groups(driver: Driver) -> list[CacheGroup]:
     tables = [sequence.table for sequence in driver.generator.scheduler.running]
     slots = [table.runner_state for table in tables if table]
-    return [slot.state for slot in slots if isinstance(slot, CacheSlot) and slot.state]
+    return [slot.group for slot in slots if isinstance(slot, CacheSlot)]
 
 
 @contextmanager
@@ -314,11 +325,11 @@ def test_warm_up_changes_nothing_and_clear_frees_all() -> None:
     assert served.ids == [oracle("mamba", texts[0], 5)]
     left = [driver.add(request(prompt)).item for prompt in texts]
     driver.step()
-    caches_before = [weakref.ref(state.cache) for state in states(driver)]
+    groups_before = set(map(weakref.ref, groups(driver)))
     assert driver.generator.clear() == left
     assert not driver.generator.busy
-    assert len(caches_before) == len(texts)
-    assert all(cache() is None for cache in caches_before)
+    assert groups_before
+    assert all(group() is None for group in groups_before)
 
 
 # ── failures ──
@@ -352,27 +363,25 @@ def test_a_step_that_raises_fails_only_the_guilty_item(later: bool, steps: bool)
 
 
 class LimitedMemory:
-    """A runner's forward that raises out of memory for more sequences."""
+    """Raises out of memory in a forward of more rows."""
 
-    def __init__(self, runner: Any, rows: int) -> None:
+    def __init__(self, rows: int) -> None:
         self.rows = rows
         self.refused = 0
-        self._forward = runner.forward
-        runner.forward = self.forward
 
-    def forward(self, batch: Batch, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        if len(batch.chunks) > self.rows:
+    def __call__(self, ids: torch.Tensor, output: torch.Tensor) -> None:
+        if len(ids) > self.rows:
             self.refused += 1
             raise torch.OutOfMemoryError("out of memory")
-        logits: torch.Tensor = self._forward(batch, sampled)
-        return logits
 
 
 @pytest.mark.usefixtures("steps")
 def test_a_batch_that_does_not_fit_runs_in_parts() -> None:
-    texts, generator = prompts(14, [9] * 5), new_engine(max_running=4)
-    memory = LimitedMemory(generator.runner, 2)
-    served, driver = serve(generator, *(request(prompt, max_tokens=TOKENS) for prompt in texts))
+    texts, memory = prompts(14, [9] * 5), LimitedMemory(2)
+    with with_embedding_hook("bloom", memory):
+        served, driver = serve(
+            new_engine(max_running=4), *(request(prompt, max_tokens=TOKENS) for prompt in texts)
+        )
     for response, prompt in zip(served, texts, strict=True):
         assert response.ids == [oracle("bloom", prompt)]
     assert memory.refused == 2, "once with four rows, once to try three again"
@@ -384,18 +393,18 @@ def test_a_batch_that_does_not_fit_runs_in_parts() -> None:
 
 @pytest.mark.usefixtures("steps")
 def test_sequences_that_do_not_fit_beside_others_wait() -> None:
-    driver, texts = Driver(new_engine()), prompts(17)
-    LimitedMemory(driver.generator.runner, 2)
-    served = [driver.add(request(texts[0], max_tokens=20))]
-    driver.step()
-    served += [driver.add(request(prompt, max_tokens=4)) for prompt in texts[1:]]
-    driver.step()
-    assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 3)
-    assert driver.reports[-1].waiting == 3
-    assert driver.deltas
-    driver.step()
-    assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 0)
-    driver.finish()
+    driver, texts, memory = Driver(new_engine()), prompts(17), LimitedMemory(1)
+    with with_embedding_hook("bloom", memory):
+        served = [driver.add(request(texts[0], max_tokens=20))]
+        driver.step()
+        served += [driver.add(request(prompt, max_tokens=4)) for prompt in texts[1:]]
+        driver.step()
+        assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 3)
+        assert driver.reports[-1].waiting == 3
+        assert driver.deltas
+        driver.step()
+        assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 0)
+        driver.finish()
     for response, prompt in zip(served, texts, strict=True):
         assert response.ids == [oracle("bloom", prompt, 20 if response is served[0] else 4)]
 
@@ -404,19 +413,22 @@ def test_sequences_that_do_not_fit_beside_others_wait() -> None:
 
 
 def test_a_model_whose_cache_fails_the_check_is_recomputed_for_each_token() -> None:
-    was_prompt = mixes = False
+    before = 0  # rows of the last call
 
     def mixing(ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Change tokens that follow two prompts."""
-        nonlocal was_prompt, mixes
-        if ids.shape[1] > 1:
-            was_prompt, mixes = True, was_prompt
-            return output
-        was_prompt = False
-        return output.flip(-1) if mixes else output
+        nonlocal before
+        rows, before = before, len(ids)
+        return output if ids.shape[1] > 1 or rows == len(ids) else output.flip(-1)
 
     with with_embedding_hook("bloom", mixing):
-        assert not CachedRunner(language("bloom")).uses_cache
+        runner = CachedRunner(language("bloom"))
+    assert (runner.batches_rows, runner.uses_cache) == (True, False)
+
+
+def test_a_model_that_mixes_up_the_rows_of_a_batch_says_what_serves_instead() -> None:
+    [fallback] = checked("rwkv").language.fallbacks
+    assert (fallback.refused, fallback.serves) == ("shared forwards", "one for each sequence")
+    assert "logits differ" in fallback.reason
 
 
 def test_a_model_that_is_recomputed_for_each_token_warns(
@@ -441,7 +453,7 @@ def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureF
     assert generator.info.batching == "static"
     assert "attention function" in generator.info.why
     assert generator.info.why in caplog.text
-    assert "static batches cached=True" in caplog.text
+    assert "batched=True cached=True" in caplog.text
     assert generator.text_model.max_model_len == 100
     assert generator.compile_state == "off"
     generator.warm_up()
@@ -467,13 +479,15 @@ def test_sequences_beyond_the_memory_of_caches_are_preempted() -> None:
     assert generator.runner.max_model_len == 160
     texts, driver = prompts(7), Driver(generator)
     served = [driver.add(request(text, max_tokens=30)) for text in texts]
-    most = 0
+    most_groups = 0
     while generator.busy:
         driver.step()
-        caches = states(driver)
-        most = max(most, len(caches))
-        assert sum(_tensor_bytes(state, set()) for state in caches) <= room
-    assert most > 1
+        tables = [sequence.table for sequence in generator.scheduler.running]
+        slots = [table.runner_state for table in tables if table and table.runner_state]
+        caches = {slot.group: slot.group.state for slot in slots if isinstance(slot, CacheSlot)}
+        most_groups = max(most_groups, len(caches))
+        assert sum(_tensor_bytes(state, set()) for state in caches.values()) <= room
+    assert most_groups > 1
     assert driver.total("preempted") > 0
     assert driver.total("cached_tokens") == 0
     for response, text in zip(served, texts, strict=True):

@@ -165,6 +165,7 @@ def test_selected_keys_are_those_of_generate(
         served, _ = generating.serve(new_engine(name, keys), items, seed)
         assert [one.ids[0] for one in served] == expected
     assert checked(name, keys).uses_cache
+    assert checked(name, keys).batches_rows
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "qwen4", "axk2"])

@@ -19,7 +19,7 @@ from worker.backends.cached_runner import (
     RECOMPUTED,
     CachedRunner,
     CacheState,
-    Text,
+    Texts,
 )
 from worker.device.async_copy import fill_placeholders
 from worker.device.self_check import CannotRun
@@ -50,13 +50,13 @@ class MultimodalCachedRunner(CachedRunner):
         if self.caches_media:
             self._check_cached_media()
 
-    def _run_tokens(
-        self, sequence: Sequence, tokens: Text, state: CacheState | None
+    def _run_members(
+        self, members: list[Sequence], texts: Texts, state: CacheState | None
     ) -> tuple[Tensor, CacheState | None]:
-        prompt = sequence.multimodal
+        prompt = members[0].multimodal
         if isinstance(prompt, MultimodalPrompt):
-            return self.run_multimodal(prompt, tokens, state)
-        return super()._run_tokens(sequence, tokens, state)
+            return self.run_multimodal(prompt, texts[0], state)
+        return self.run_texts(texts, state)
 
     def _prompt_logits(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score
@@ -69,9 +69,9 @@ class MultimodalCachedRunner(CachedRunner):
 
     @torch.inference_mode()
     def run_multimodal(
-        self, prompt: MultimodalPrompt, tokens: Text, state: CacheState | None
+        self, prompt: MultimodalPrompt, tokens: abc.Sequence[int], state: CacheState | None
     ) -> tuple[Tensor, CacheState | None]:
-        """Run a prompt with media and the tokens generated since, as `run_text` does for text."""
+        """Run a prompt with media and the tokens generated since, as `run_texts` does for text."""
         if state is None:
             inputs = self._whole_inputs(prompt, tokens)
             return self.run_inputs(inputs, len(tokens), None, self.caches_media)
@@ -86,7 +86,9 @@ class MultimodalCachedRunner(CachedRunner):
         inputs = {**last, "input_ids": ids, "position_ids": positions}
         return self.run_inputs(inputs, len(tokens), state, self.caches_media)
 
-    def _whole_inputs(self, prompt: MultimodalPrompt, tokens: Text) -> dict[str, Tensor]:
+    def _whole_inputs(
+        self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]
+    ) -> dict[str, Tensor]:
         """Return all arguments of the forward. Arguments of each token repeat their last value for
         generated tokens."""
         if prompt.positions is None and self._hook:
@@ -113,12 +115,12 @@ class MultimodalCachedRunner(CachedRunner):
         """Compare steps on the cache, with texts between them, with recomputed ones."""
         [generated] = self.language.random_prompts([CHECK_STEPS])
 
-        def run(caches: bool, prompt: MultimodalPrompt, texts: abc.Sequence[Text]) -> list[Tensor]:
+        def run(caches: bool, prompt: MultimodalPrompt, texts: Texts) -> list[Tensor]:
             rows, state = [], None
             for text in texts:
                 logits, state = self.run_multimodal(prompt, text, state if caches else None)
                 rows.append(logits)
-                self.run_text(generated[:2], None)
+                self.run_texts([generated[:2]] * 3, None)
             return [torch.cat(rows)]
 
         try:
