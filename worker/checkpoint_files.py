@@ -71,6 +71,8 @@ def config_problem(names: Collection[str]) -> str:
     missing = "there is no config.json in it"
     if files := sorted(name for name in names if name.endswith(GGUF)):
         return f"{missing}: name a GGUF file in it, such as {files[0]}"
+    if any(name.startswith("snapshots/") for name in names):
+        return f"{missing}: name the folder of a revision in its folder snapshots"
     nested = sorted(
         name for name in names if name.count("/") == 1 and name.endswith("/config.json")
     )

@@ -22,6 +22,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\nsize 9\n"
         (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model first"),
         (["model_index.json", "unet/config.json"], "transformers has no such models"),
         (["model-q4.gguf"], "name a GGUF file in it, such as model-q4.gguf"),
+        (["refs/main", "snapshots/0123"], "name the folder of a revision in its folder snapshots"),
         (["checkpoint-5/config.json"], "name a folder in it that has one, such as checkpoint-5"),
         (
             ["vocab.txt", "tokenizer.json"],
