@@ -120,6 +120,7 @@ def test_escaped_terminals(definition: str, good: str, bad: str) -> None:
 @pytest.mark.parametrize(
     ("definition", "reason"),
     [
+        ('start: "a" }\nx: "b" {', "braces"),
         ("start: <think>", "'<think>' is not supported"),
         ("start: %json {}", "'%json {}' is not supported"),
         ("start: @other", "'@other' is not supported"),

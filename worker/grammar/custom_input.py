@@ -125,12 +125,15 @@ def nested_grammar(constraint: Constraint, rewriter: "TerminalRewriter") -> str:
 def _statements(grammar: str) -> Iterator[list[Lexical]]:
     """Yield the statements of a grammar; the first token is a name that it defines, or %ignore."""
     statement: list[Lexical] = []
-    position = 0
+    position = depth = 0
     while position < len(grammar):
         token = TOKEN.match(grammar, position)
         if token is None:
             raise ValueError(f"{grammar[position : position + 20]!r} is not supported in it")
         position, text = token.end(), token[0]
+        depth += (text == "{") - (text == "}")
+        if depth < 0:
+            raise ValueError("its braces are not balanced")
         if token["newline"] is not None:
             following = TOKEN.match(grammar, position)
             is_continued = following is not None and following[0] in ("|", "->", "&")
@@ -154,6 +157,8 @@ def _statements(grammar: str) -> Iterator[list[Lexical]]:
             raise ValueError("a range is not supported in it; a class is: /[a-z]/")
         elif token["space"] is None:
             statement.append(text)
+    if depth:
+        raise ValueError("its braces are not balanced")
     if statement:
         yield statement
 

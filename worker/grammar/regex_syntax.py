@@ -110,7 +110,10 @@ class _RegexReader:
             return RegexPart(atom["class"] or f"[{atom['escape']}]")
         char = CONTROL.get(atom["control"], atom["char"])
         if atom["code"]:
-            char = chr(int(atom["code"], 16))
+            code = int(atom["code"], 16)
+            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+                raise ValueError(f"{atom[0]} is no character")
+            char = chr(code)
         return RegexPart(regex_char(char) if char.isprintable() else _class_char(char), char)
 
     def _group(self, dot_all: bool) -> RegexPart:

@@ -123,7 +123,7 @@ class ToolCallFormat:
     braces: Pair = ("", "")
     keys: Pair | None = None
     prefix_word: str = ""  # may stand before calls without delimiters
-    any_style: bool = False  # JSON or Python calls may stand between the delimiters
+    any_style: bool = False  # JSON, Python calls or tags may stand between the delimiters
     first_index: int = 0
     message_start: str = ""  # each call is a message that begins with it; the prompt has the first
     syntax: DelimiterSyntax = DelimiterSyntax()

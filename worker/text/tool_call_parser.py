@@ -489,9 +489,15 @@ def read_python_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
 
 
 def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
-    """Read JSON calls or Python calls; ValueError if the text is neither."""
+    """Read JSON calls, Python calls, or a call in tags; ValueError if the text is none of them."""
     if not text.lstrip("[" + SPACE).startswith("{"):
-        return read_python_calls(text, tools, cut)
+        if not ((head := ANY_HEAD.match(text)) and head[1] in tools):
+            return read_python_calls(text, tools, cut)
+        if (rest := text[head.end() :]).startswith("("):
+            return read_python_calls(text, tools, cut)
+        if rest.startswith("{"):
+            return [(head[1], dict(_read_json(rest)))]
+        return [(head[1], _read_any_entries(rest, tools[head[1]]))]
     value = _read_json(text)
     calls = value if isinstance(value, list) else [value]
     try:
@@ -501,6 +507,27 @@ def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
         ]
     except (KeyError, TypeError, StopIteration) as error:
         raise ValueError("no calls") from error
+
+
+# a, <function=a> or <invoke name="a">
+ANY_HEAD = re.compile(r'\s*(?:<\w{1,20}(?:=|\s+name=)"?)?([\w.:/-]{1,128})(?:"?>)?\s*')
+# <x=KEY>VALUE</x>, <x name="KEY">VALUE</x>, or <key>KEY</key><value>VALUE</value>
+ANY_ENTRY = re.compile(
+    r"""\s*+(?:<(\w{1,20})(?:=|\s+name=)"?(?P<one>[^<>"]{1,200}?)"?>
+    |<(\w{1,20})>(?P<two>[^<>]{1,200})</\3>\s*+<(\w{1,20})>)\n?(?P<value>.*?)\n?</(?:\1|\5)>""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
+def _read_any_entries(text: str, types: ParameterTypes) -> dict[str, Any]:
+    arguments, position = {}, 0
+    while match := ANY_ENTRY.match(text, position):
+        key = match["one"] or match["two"]
+        arguments[key] = read_value(match["value"], types.get(key, ()))
+        position = match.end()
+    if text.strip() and not arguments:
+        raise ValueError("no entries")
+    return arguments
 
 
 class _PythonReader:

@@ -130,9 +130,7 @@ def shows_tools(text: str) -> bool:
 
 # A template's text of calls, and their names and arguments.
 Example = tuple[str, list[tuple[str, Any]]]
-UNSEEN_CALLS = ("<|tool_call_start|>", "<|tool_call_end|>")
-# The template of a model that writes UNSEEN_CALLS has results between delimiters of the same name.
-UNSEEN_CALLS_SIGN = re.compile(r"<\|tool_(?:response|result|output)_start\|>")
+UNKNOWN_CALLS = (DEFAULT_TOOL_CALL_FORMAT.call, ("<|tool_call_start|>", "<|tool_call_end|>"))
 FALLBACK = "JSON in <tool_call> is used"
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan", REASONING_BLOCKS)
@@ -172,15 +170,16 @@ def infer_profile(
             lacks.append(f"calls: the template writes none in a known format; {FALLBACK}")
         elif not reads_back(output, examples):
             lacks.append(f"calls: the parser does not read back the template's own; {FALLBACK}")
+        elif calls.arguments.item:
+            output, examples = replace(output, tool_calls=None), []
         if lacks:
             output, examples = with_default_calls(output), []
             shown = (*output.visible_texts, *prober.tool_delimiters())
             output = replace(output, visible_texts=shown)
-            if calls is None and UNSEEN_CALLS_SIGN.search(source):
-                output = _with_unseen_calls(output, UNSEEN_CALLS)
-                lacks[0] += f", and calls in {UNSEEN_CALLS[0]} are parsed"
-        elif calls and calls.arguments.item:
-            output, examples = replace(output, tool_calls=None), []
+        if calls is None and (pair := prober.unseen_call_delimiters()):
+            output = _with_unseen_calls(output, pair)
+            lacks[0] += f", and calls in {pair[0]} are parsed"
+        if output.tool_calls is None and not lacks:
             nested = "calls: lists and objects are elements in tags"
             lacks.append(f"{nested}; only JSON in <tool_call> is constrained")
     if history is None:
@@ -197,7 +196,7 @@ def with_default_calls(output_format: OutputFormat) -> OutputFormat:
     default = inferred_output_format(
         output_format.reasoning, output_format.content, DEFAULT_TOOL_CALL_FORMAT, None
     )
-    for delimiters in (DEFAULT_TOOL_CALL_FORMAT.call, UNSEEN_CALLS):
+    for delimiters in UNKNOWN_CALLS:
         default = _with_unseen_calls(default, delimiters)
     return replace(
         default,
@@ -268,6 +267,8 @@ def _parse_calls(
 PREFIX_WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 # Reasoning that is shown as the list of blocks that was passed: {'type': 'thinking', …
 DUMPED_BLOCKS = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
+# In the name of a delimiter around the results of calls
+RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
 # In a delimiter, what tells its two ends apart: <|text_start|> and <|text_end|>, <text> and </text>
 EDGE_WORD = re.compile(r"[\W_]|start|begin|open|end|close", re.IGNORECASE)
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
@@ -356,6 +357,23 @@ class TemplateProber:
         """Return the delimiters that a prompt has because of its tools."""
         without_tools = DELIMITER.findall(self._render([QUESTION]))
         return set(DELIMITER.findall(self.prompt)).difference(without_tools)
+
+    def unseen_call_delimiters(self) -> Pair | None:
+        """Return the delimiters of calls that the template does not write, named like those that it
+        writes around results: <|tool_call_start|> like <|tool_response_start|>."""
+        history = self.history_format
+        if history is None or history.results != "tool":
+            return None
+        result = {"role": "tool", "tool_call_id": IDS[0], "content": CONTENT}
+        messages = HistoryAdapter(history).adapt([QUESTION, assistant(ARGUMENTS), result])
+        before, _, after = self._render(messages, self._tools).partition(CONTENT)
+        opens, closes = self._last_delimiter(before), self._syntax.pattern.match(after.lstrip())
+        if not opens or closes is None:
+            return None
+        around = opens, closes[0]
+        renamed = RESULT_WORD.sub("call", around[0]), RESULT_WORD.sub("call", around[1])
+        is_default = renamed[0] == DEFAULT_TOOL_CALL_FORMAT.call[0].strip()
+        return None if is_default or renamed[0] == around[0] else renamed
 
     def _render_with_ids(self, count: int) -> str:
         """Render calls, with ID in place of their ids."""
