@@ -36,7 +36,7 @@ CHOICE_METHODS: dict[str, Callable[[Any], Any]] = {
     "_stop_strings.flush": lambda choice: choice._stop_strings,
     "sampling.accept": lambda choice: choice.sampling,
     "constraints.draft": lambda choice: choice.constraints,
-    "constraints.mask_request": lambda choice: choice.constraints,
+    "constraints.mask": lambda choice: choice.constraints,
     "constraints.accept_token": lambda choice: choice.constraints,
     "constraints.update_phase": lambda choice: choice.constraints,
 }

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from tests import tiny_chat
 from tests.generating import when_ready
-from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
+from worker.grammar.bitmask import BitmaskComputer, PendingMask
 from worker.grammar.compiler import GrammarCompiler
 from worker.messages.generation import Constraint
 from worker.model.sampler import TokenMask
@@ -26,13 +26,13 @@ def matcher(regex: str) -> LLMatcher:
     return grammar.matcher.deep_copy()
 
 
-def computed(wanted: list[tuple[int, MaskRequest]], computer: BitmaskComputer = MASKS) -> TokenMask:
-    """The masks of requests, each with its first row."""
-    masks = [PendingMask(computer, request) for _, request in wanted]
+def computed(wanted: list[tuple[int, PendingMask]], computer: BitmaskComputer = MASKS) -> TokenMask:
+    """The masks of outputs, each with its first row."""
+    masks = [mask for _, mask in wanted]
     computer.start(masks)
     for mask in masks:
         mask.outcome.result(60)
-    counts = [1 + len(request.drafts) for _, request in wanted]
+    counts = [1 + len(mask.drafts) for mask in masks]
     return computer.token_mask(list(zip([row for row, _ in wanted], counts, masks, strict=True)))
 
 
@@ -44,7 +44,7 @@ def alone(of: LLMatcher) -> torch.Tensor:
 def test_each_row_and_draft_has_its_mask() -> None:
     drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
     first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
-    wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
+    wanted = [(1, PendingMask(first, drafts)), (9, PendingMask(second))]
     allowed = computed(wanted)
     assert list(allowed.rows) == [*range(1, 2 + len(drafts)), 9]
     expected = [alone(first)]
@@ -60,9 +60,9 @@ def test_each_row_and_draft_has_its_mask() -> None:
 def test_masks_of_single_and_additional_tokens() -> None:
     held = matcher("[a-c]+")
     wanted = [
-        (0, MaskRequest(held, extra_token=4)),
-        (1, MaskRequest(forced_token=40)),
-        (2, MaskRequest(drafts=(8, 9), forbids_stop=True)),
+        (0, PendingMask(held, extra_token=4)),
+        (1, PendingMask(forced_token=40)),
+        (2, PendingMask(drafts=(8, 9), forbids_stop=True)),
     ]
     allowed = computed(wanted).tokens
     also = alone(held)
@@ -75,7 +75,7 @@ def test_masks_of_single_and_additional_tokens() -> None:
 
 def test_failed_thread_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     computer = BitmaskComputer(WIDTH, [END])
-    wanted = [(0, MaskRequest(matcher("[a-c]+")))]
+    wanted = [(0, PendingMask(matcher("[a-c]+")))]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", out_of_threads)
         with pytest.raises(RuntimeError):

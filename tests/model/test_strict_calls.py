@@ -25,7 +25,7 @@ from worker.engines.generation.input_processor import (
     response_prefix,
 )
 from worker.engines.generation.output import PreparedPrompt, SequenceOutput, create_outputs
-from worker.grammar.bitmask import BitmaskComputer, PendingMask
+from worker.grammar.bitmask import BitmaskComputer
 from worker.grammar.constraint_builder import ConstraintBuilder, verify_tool_call_format
 from worker.messages.deltas import Delta
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
@@ -120,9 +120,8 @@ class Adversary:
         output, position, others = self.output(), 0, 0
         while not output.finished:
             assert output.constraints
-            request, allowed = output.constraints.mask_request(), None
-            if request is not None:
-                pending = PendingMask(self.masks, request)
+            pending, allowed = output.constraints.mask(), None
+            if pending is not None:
                 self.masks.start([pending])
                 pending.outcome.result()
                 allowed = self.masks.token_mask([(0, 1, pending)]).tokens[0].tolist()

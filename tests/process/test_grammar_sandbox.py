@@ -30,7 +30,7 @@ from tests.serving import serving, wait_until
 from tests.tiny_chat import engine
 from worker.engines.generation.engine import RUNS_AHEAD
 from worker.grammar import bitmask, compiler, sandbox
-from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
+from worker.grammar.bitmask import BitmaskComputer, PendingMask
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.sandbox import GrammarSandbox, SandboxResult
 from worker.messages.generation import Constraint, Sampling
@@ -316,10 +316,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Masks of grammars whose `size` is LATE are not computed before it is set."""
     event, bits = threading.Event(), PendingMask._bits
 
-    def waiting(mask: PendingMask) -> Any:
-        if mask.request.grammar and mask.request.grammar.size == LATE:
+    def waiting(mask: PendingMask, computer: BitmaskComputer) -> Any:
+        if mask.grammar and mask.grammar.size == LATE:
             event.wait()
-        return bits(mask)
+        return bits(mask, computer)
 
     monkeypatch.setattr(PendingMask, "_bits", waiting)
     yield event
@@ -344,8 +344,7 @@ def test_late_mask_delays_its_own_grammar_alone(gate: threading.Event) -> None:
     computer = BitmaskComputer(WIDTH, [TOKENIZER.eos_token_id])
 
     def mask(grammar: Grammar) -> PendingMask:
-        request = MaskRequest(grammar.matcher.deep_copy(), grammar=grammar)
-        return PendingMask(computer, request)
+        return PendingMask(grammar.matcher.deep_copy(), grammar=grammar)
 
     grammar.size = LATE
     held = [mask(grammar) for _ in range(bitmask.MAX_THREADS)]
@@ -370,7 +369,7 @@ def test_step_does_not_wait_for_a_grammar_whose_last_mask_was_late(
     tokenizer = LLTokenizer("byte")
     computer = BitmaskComputer(tokenizer.vocab_size, [])
     grammar = Grammar(sandbox.compile_grammar(tokenizer, "start: /a/"), LATE)
-    mask = PendingMask(computer, MaskRequest(grammar.matcher, grammar=grammar))
+    mask = PendingMask(grammar.matcher, grammar=grammar)
     computer.start([mask])
     computer.wait([mask])  # a moment
     assert not mask.outcome.done()

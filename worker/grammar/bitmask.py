@@ -1,6 +1,6 @@
 """The masks of a step's rows: the tokens that grammars allow, computed while the model runs.
 
-    requests of the rows → PendingMask → start → a thread: llguidance, without the GIL → token_mask
+    PendingMask of each row → start → a thread: llguidance, without the GIL → token_mask
 
 A step waits for its masks for MAX_WAIT_S. Outputs of a grammar that is not ready then get no token,
 and sit out the steps until it is: the copies of a grammar share a lock. A step does not wait for a
@@ -29,18 +29,6 @@ MAX_WAIT_S = 0.05  # of a step for its masks, from their start
 MAX_THREADS = 4  # one computes the masks of a step; each late one keeps its own
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRequest:
-    """The masks of one output: of its next token, and of those after each draft."""
-
-    matcher: LLMatcher | None = None  # None: all tokens are allowed
-    drafts: tuple[int, ...] = ()
-    extra_token: int | None = None  # allowed too, in the first row
-    forced_token: int | None = None  # the only token that is allowed
-    forbids_stop: bool = False  # stop tokens are not allowed
-    grammar: Grammar | None = None  # of which the matcher is a copy
-
-
 class BitmaskComputer:
     def __init__(self, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.stop_token_ids = vocab_size, stop_token_ids
@@ -51,17 +39,19 @@ class BitmaskComputer:
         self._lock = threading.Lock()  # of the queue, and of which masks have begun
         self._started_at = 0.0
 
-    def pending(self, request: MaskRequest) -> "PendingMask":
-        return PendingMask(self, request)
-
-    def start(self, masks: Iterable["PendingMask"]) -> None:
-        """Compute the masks that no thread has begun in this order, those of slow grammars last.
-        Others that wait are dropped."""
+    def start(self, masks: Sequence["PendingMask"]) -> None:
+        """Compute masks without a matcher; then, in a thread, the others that none has begun in
+        this order, those of slow grammars last. Others that wait are dropped."""
+        for mask in masks:
+            if mask.matcher is None and mask.thread is None:
+                mask.begin()
+                mask.compute(self)
         self._started_at = time.monotonic()
         with self._lock:
             waiting = (mask for mask in masks if mask.thread is None)
             self._queue = sorted(waiting, key=lambda mask: mask.is_slow)
-        self._threads.submit(self._work)
+        if self._queue:
+            self._threads.submit(self._work)
 
     def wait(self, masks: Iterable["PendingMask"]) -> None:
         """Wait for masks, but for those of slow grammars, until MAX_WAIT_S after their start."""
@@ -86,45 +76,46 @@ class BitmaskComputer:
 
     def _work(self) -> None:
         while mask := self._next():
-            mask.compute()
+            mask.compute(self)
             with self._lock:
-                self._computing.discard(mask.request.grammar)
+                self._computing.discard(mask.grammar)
 
     def _next(self) -> "PendingMask | None":
         """Return the next mask of a grammar that no other thread computes one of."""
         with self._lock:
-            free = (m for m in self._queue if m.request.grammar not in self._computing)
+            free = (mask for mask in self._queue if mask.grammar not in self._computing)
             if mask := next(free, None):
                 self._queue.remove(mask)
-                self._computing.add(mask.request.grammar)
+                self._computing.add(mask.grammar)
                 mask.begin()
             return mask
 
 
 @dataclass(slots=True, eq=False)
 class PendingMask:
-    """The masks of one output, which stays as it is until they are computed."""
+    """The masks of one output: of its next token, and of those after each draft. The output stays
+    as it is until they are computed."""
 
-    computer: BitmaskComputer
-    request: MaskRequest
-    outcome: Future[Bits] = field(default_factory=Future)
-    thread: threading.Thread | None = None  # that computes them; None: none has begun
-    begun_s: float = 0.0  # CPU time of the thread when it began
-
-    def __post_init__(self) -> None:
-        if self.request.matcher is None:
-            self.begin()
-            self.compute()
+    matcher: LLMatcher | None = None  # None: all tokens are allowed
+    drafts: tuple[int, ...] = ()
+    extra_token: int | None = None  # allowed too, in the first row
+    forced_token: int | None = None  # the only token that is allowed
+    forbids_stop: bool = False  # stop tokens are not allowed
+    grammar: Grammar | None = None  # of which the matcher is a copy
+    outcome: Future[Bits] = field(default_factory=Future, init=False)
+    # that computes them; None: none has begun
+    thread: threading.Thread | None = field(default=None, init=False)
+    begun_s: float = field(default=0.0, init=False)  # CPU time of the thread when it began
 
     @property
     def is_slow(self) -> bool:
         """Whether the last mask of its grammar was late."""
-        return self.request.grammar is not None and self.request.grammar.is_slow
+        return self.grammar is not None and self.grammar.is_slow
 
     @property
     def is_too_slow(self) -> bool:
         """Whether its grammar has taken all of its CPU time, what runs now included."""
-        grammar, thread = self.request.grammar, self.thread
+        grammar, thread = self.grammar, self.thread
         if grammar is None:
             return False
         running_s = cpu_s(thread) - self.begun_s if thread and not self.outcome.done() else 0.0
@@ -137,36 +128,35 @@ class PendingMask:
         thread = threading.current_thread()
         self.begun_s, self.thread = cpu_s(thread), thread
 
-    def compute(self) -> None:
+    def compute(self, computer: BitmaskComputer) -> None:
         try:
-            bits = self._bits()
+            bits = self._bits(computer)
         except BaseException as error:  # `token_mask` raises it
             self.outcome.set_exception(error)
             return
-        if grammar := self.request.grammar:
+        if grammar := self.grammar:
             spent_s = cpu_s(threading.current_thread()) - self.begun_s
             grammar.is_slow = spent_s > MAX_WAIT_S
             grammar.cpu_s += spent_s if grammar.is_slow else 0.0
         self.outcome.set_result(bits)
 
-    def _bits(self) -> Bits:
-        request, computer = self.request, self.computer
+    def _bits(self, computer: BitmaskComputer) -> Bits:
         words = (computer.vocab_size + 31) // 32
-        bits: Bits = np.full((1 + len(request.drafts), words), -1, np.int32)
+        bits: Bits = np.full((1 + len(self.drafts), words), -1, np.int32)
         pointer, stride = bits.ctypes.data, bits.strides[0]
-        if request.matcher and request.drafts:
-            drafted = [(request.matcher, 0, list(request.drafts))]
+        if self.matcher and self.drafts:
+            drafted = [(self.matcher, 0, list(self.drafts))]
             computer.executor.unsafe_compute_mask_ptr_with_draft_token(
                 drafted, pointer, stride, len(bits)
             )
-        elif request.matcher:
-            request.matcher.unsafe_compute_mask_ptr(pointer, stride)
-        if request.forced_token is not None:
+        elif self.matcher:
+            self.matcher.unsafe_compute_mask_ptr(pointer, stride)
+        if self.forced_token is not None:
             bits[:] = 0
-        for allowed in (request.forced_token, request.extra_token):
+        for allowed in (self.forced_token, self.extra_token):
             if allowed is not None:
                 bits[0, allowed // 32] |= BIT[allowed % 32]
-        for token in computer.stop_token_ids if request.forbids_stop else ():
+        for token in computer.stop_token_ids if self.forbids_stop else ():
             bits[:, token // 32] &= ~BIT[token % 32]
         return bits
 

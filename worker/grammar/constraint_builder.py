@@ -4,11 +4,12 @@ Runs in pool threads. Grammars are compiled in a thread of their own (compiler.p
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
-from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
+from worker.grammar.compiler import GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
 from worker.grammar.tool_calls import Tool, accepts, text_or_calls, tool_calls_grammar
@@ -44,45 +45,35 @@ class ConstraintBuilder:
         what the prompt already contains of the response.
 
         Raise InvalidInput where a constraint cannot be compiled, Pending until it is."""
-        calls, constraint, budget = (
-            request.tool_policy,
-            request.constraint,
-            request.thinking_tokens,
-        )
+        calls, budget = request.tool_policy, request.thinking_tokens
         if request.thinking_is_optional and output_format.reasoning is None:
             budget = None
-        content: Grammar | None = None  # of the whole response
-        call: Grammar | None = None  # of a tool call that the model starts by itself
-        text_or_call: Grammar | None = None  # likewise, if it must match its tool
-        beginnings: list[str] = []
+        single = calls is not None and not calls.parallel
+        constraints = OutputConstraints()
         if calls and output_format.tool_calls:
-            content, call, text_or_call = self._tool_call_grammars(
+            constraints = self._constrain_calls(
                 request, calls, output_format, output_format.tool_calls
             )
-            beginnings = output_format.tool_calls.beginnings(calls.names)
         elif strict := request.strict_tools:
             reason = "cannot be applied: the format of this model's tool calls is not known"
             raise InvalidInput.at(_param_of(request, strict[0], "strict"), reason)
-        elif constraint:
+        elif request.constraint:
             headers = self._headers(output_format) if isinstance(request.prompt, Chat) else ""
-            content = self.grammars.compile_constraint(constraint, headers)
-        single = calls is not None and not calls.parallel
-        if not (content or call or single or budget is not None):
+            content = self.grammars.compile_constraint(request.constraint, headers)
+            constraints = OutputConstraints(content=content, is_document=True)
+        has_grammar = constraints.content or constraints.call
+        if not (has_grammar or single or budget is not None):
             return None
         # without reasoning, a response with a grammar starts with what the grammar allows
         opens = (
-            content
+            constraints.content
             and isinstance(chat := request.prompt, Chat)
             and (request.thinking_tokens is not None or self._template.reasoning_requested(chat))
             and not output_format.ends_reasoning(prefix)
         )
-        return OutputConstraints(
-            tokenizer=self.grammars.tokenizer("tools") if content or call else None,
-            content=content,
-            is_document=content is not None and not (calls and calls.required),
-            call=call,
-            text_or_call=text_or_call,
-            beginnings=tuple(beginnings),
+        return replace(
+            constraints,
+            tokenizer=self.grammars.tokenizer("tools") if has_grammar else None,
             undelimited_calls=output_format.undelimited_calls,
             reasoning_start=self._template.reasoning_start if opens else (),
             reasoning_end=self._template.reasoning_end(output_format) if budget is not None else (),
@@ -90,16 +81,15 @@ class ConstraintBuilder:
             single_call=single,
         )
 
-    def _tool_call_grammars(
+    def _constrain_calls(
         self,
         request: GenerationInput,
         calls: ToolCallPolicy,
         output_format: OutputFormat,
         call_format: ToolCallFormat,
-    ) -> tuple[Grammar | None, Grammar | None, Grammar | None]:
-        """Return the grammar of the whole response; or that of a call which the model starts by
-        itself, and that of text and then such a call, if a tool is strict. None of them where the
-        tools of optional calls have no grammar."""
+    ) -> OutputConstraints:
+        """Return the grammar of the whole response, or of a call that the model starts itself; no
+        grammar where the tools of optional calls have none."""
         constraint, tools, grammars = request.constraint, request.called_tools, self.grammars
         # In schemas of other functions, keywords that cannot be applied have no effect.
         self._check_tools(request, _strict_schema)
@@ -107,7 +97,6 @@ class ConstraintBuilder:
         several = calls.parallel and (not optional or call_format.shares_delimiters)
         starts = [output_format.message_start] if output_format.message_start else []
         inputs = calls.input_constraints
-        text_or_call: Grammar | None = None
         try:
             grammar = tool_calls_grammar(
                 call_format, tools, several, grammars.quote, starts, optional, inputs
@@ -117,9 +106,12 @@ class ConstraintBuilder:
                 beginnings = call_format.beginnings(calls.names)
                 text = text_or_calls(beginnings, grammar, grammars.special_ids)
                 text_or_call = grammars.compile(text, "tools")
+                return OutputConstraints(
+                    call=compiled, text_or_call=text_or_call, beginnings=tuple(beginnings)
+                )
         except InvalidInput:
             if optional and not strict:
-                return None, None, None
+                return OutputConstraints()
             self._check_tools(
                 request,
                 lambda tool: tool_calls_grammar(
@@ -128,14 +120,15 @@ class ConstraintBuilder:
             )
             raise
         if calls.required:
-            return compiled, None, None
+            return OutputConstraints(content=compiled)
         if constraint is None:
-            return None, compiled, text_or_call
+            return OutputConstraints(call=compiled)
         if output_format.undelimited_calls:
             reason = "this model writes tool calls as plain JSON: send either this or tools"
             raise InvalidInput.at(constraint.param, reason)
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
-        return grammars.compile(whole, constraint.param), None, None
+        compiled = grammars.compile(whole, constraint.param)
+        return OutputConstraints(content=compiled, is_document=True)
 
     def _check_tools(
         self, request: GenerationInput, grammar_of: Callable[[Tool], str | None]

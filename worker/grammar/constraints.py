@@ -15,7 +15,7 @@ from functools import cached_property
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import ItemFailed
-from worker.grammar.bitmask import MaskRequest
+from worker.grammar.bitmask import PendingMask
 from worker.grammar.compiler import Grammar
 from worker.text.parser import OutputParser, Phase
 
@@ -71,7 +71,7 @@ class GrammarState:
 
 
 class ConstraintState:
-    """The state of one output in its constraints: per token `mask_request`, `accept_token`, and
+    """The state of one output in its constraints: per token `mask`, `accept_token`, and
     `update_phase` once its text is parsed. `parser` is None where all text is content."""
 
     def __init__(self, constraints: OutputConstraints, parser: OutputParser | None) -> None:
@@ -109,18 +109,18 @@ class ConstraintState:
         valid = self._grammar.matcher.validate_tokens(list(drafts))
         return drafts[:valid]
 
-    def mask_request(self, drafts: tuple[int, ...] = ()) -> MaskRequest | None:
+    def mask(self, drafts: tuple[int, ...] = ()) -> PendingMask | None:
         """Return the mask of the next token and of those after each draft; None without one."""
         self.drafts_stale = False
         if self._forced:
-            return MaskRequest(forced_token=self._forced[0])
+            return PendingMask(forced_token=self._forced[0])
         if state := self._grammar or self._beginning:
             extra_token = self._reasoning_start[0] if self._reasoning_start else None
-            return MaskRequest(
+            return PendingMask(
                 state.matcher, drafts, extra_token=extra_token, grammar=state.grammar
             )
         if self._constraints.content:  # still reasoning
-            return MaskRequest(None, drafts, forbids_stop=True)
+            return PendingMask(None, drafts, forbids_stop=True)
         return None
 
     def accept_token(self, token: int) -> None:

@@ -51,6 +51,28 @@ class ToolCallPart(NamedTuple):
 
 # ── parsers ──
 
+
+class Brackets:
+    """Follows strings and brackets. `quotes`: characters that enclose strings."""
+
+    def __init__(self, quotes: str, opening: str, closing: str) -> None:
+        self.depth = 0
+        self.quote = ""  # of the open string
+        self._quotes, self._opening, self._closing = quotes, opening, closing
+        self._escaped = False
+
+    def add(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif self.quote:
+            self._escaped = char == "\\"
+            self.quote = "" if char == self.quote else self.quote
+        elif char in self._quotes:
+            self.quote = char
+        else:
+            self.depth += (char in self._opening) - (char in self._closing)
+
+
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 ARGUMENTS_KEYS = ("arguments", "parameters")  # models confuse them
 
@@ -63,16 +85,14 @@ class JsonCallParser:
 
     def __init__(self, name_key: str, arguments_key: str, name: str | None = None) -> None:
         self.started = False  # a name is complete
-        self.in_string = False
         self.rest = 0  # characters at the end of the last text that follow the calls
         self.may_continue = True  # the text so far may be the beginning of calls
         self._name_keys = (name_key, "name") if name_key else ()
         self._arguments_keys = (arguments_key, *ARGUMENTS_KEYS) if name_key else ()
         self._fixed_name = name
         self._call_depth = 1  # of a call's members
-        self._depth = 0
+        self._brackets = Brackets('"', "{[", "}]")
         self._opened = False  # an object or a list has started
-        self._escaped = False
         self._named = False  # the current call has a name
         self._has_arguments = False  # the current call has
         self._key: str | None = None  # None while a key is read
@@ -80,6 +100,10 @@ class JsonCallParser:
         self._arguments: list[str] = []  # characters not yet returned, perhaps before the name
         self._space: list[str] = []  # white space that may end the arguments
         self._parts: list[ToolCallPart] = []
+
+    @property
+    def in_string(self) -> bool:
+        return self._brackets.quote != ""
 
     def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
         """Return the parts that this text completes. `delimited`: a delimiter ends the calls, so
@@ -89,15 +113,16 @@ class JsonCallParser:
             self._start_call(self._fixed_name)
         may_follow = SPACE if self._fixed_name is not None else SPACE + ",;{"
         for position, char in enumerate(text):
-            depth, nested = self._depth, self.in_string
+            depth, nested = self._brackets.depth, self.in_string
             if self._opened and depth == 0 and char not in may_follow:
                 if delimited:
                     continue
                 self.rest = len(text) - position
                 break
-            self._track_json(char)
+            self._brackets.add(char)
+            self._opened |= self._brackets.depth > depth
             self.may_continue &= self._opened or char in SPACE
-            nested |= max(depth, self._depth) > self._call_depth
+            nested |= max(depth, self._brackets.depth) > self._call_depth
             if self._fixed_name is not None:
                 self._add_argument(char)
             elif depth < self._call_depth:
@@ -120,19 +145,6 @@ class JsonCallParser:
         """Return the parts that the end of the text completes. `cut`: it ends too early."""
         lacks_arguments = self._fixed_name is not None and not (cut or self._has_arguments)
         return [ToolCallPart(None, "{}")] if lacks_arguments else []
-
-    def _track_json(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == '"':
-            self.in_string = not self.in_string
-        elif self.in_string:
-            self._escaped = char == "\\"
-        elif char in "{[":
-            self._depth += 1
-            self._opened = True
-        elif char in "}]":
-            self._depth -= 1
 
     def _add_member(self, char: str) -> None:
         if self._key in self._arguments_keys or (self._key and not self._name_keys):
@@ -222,9 +234,7 @@ class PythonCallParser(BufferedCallParser):
 
     def __init__(self, tools: ToolTypes) -> None:
         super().__init__(lambda text, cut: read_python_calls(text, tools, cut))
-        self._depth = 0
-        self._quote = ""  # of the open string
-        self._escaped = False
+        self._brackets = Brackets("\"'", "([{", ")]}")
 
     def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
         self.rest = 0
@@ -232,22 +242,11 @@ class PythonCallParser(BufferedCallParser):
             if not self.may_continue and char not in SPACE:
                 self.rest = len(text) - position
                 break
-            self._track_brackets(char)
+            depth = self._brackets.depth
+            self._brackets.add(char)
+            closes = self._brackets.depth < depth
+            self.may_continue &= self._brackets.depth > 0 or not closes
         return super().feed(text[: len(text) - self.rest])
-
-    def _track_brackets(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._quote:
-            self._escaped = char == "\\"
-            self._quote = "" if char == self._quote else self._quote
-        elif char in "\"'":
-            self._quote = char
-        elif char in "([{":
-            self._depth += 1
-        elif char in ")]}":
-            self._depth -= 1
-            self.may_continue = self._depth > 0
 
 
 ToolCallParser = JsonCallParser | BufferedCallParser

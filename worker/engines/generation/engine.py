@@ -310,11 +310,11 @@ class GenerationEngine:
                 self._fail(item, ItemFailed(too_slow))
         self._start_masks()
         late = self._late_grammars()
-        return {s.owner for s, mask in self._pending_masks.items() if mask.request.grammar in late}
+        return {s.owner for s, mask in self._pending_masks.items() if mask.grammar in late}
 
     def _late_grammars(self) -> "set[Grammar | None]":
         masks = self._pending_masks.values()
-        return {mask.request.grammar for mask in masks if not mask.outcome.done()}
+        return {mask.grammar for mask in masks if not mask.outcome.done()}
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         output = self._outputs[sequence]
@@ -323,7 +323,7 @@ class GenerationEngine:
         if isinstance(self.runner, PagedRunner) and not self.runner.verifies_drafts:
             return ()  # native operations are not built yet
         if mask := self._pending_masks.get(sequence):
-            return mask.request.drafts
+            return mask.drafts
         try:
             return self._speculation.draft(sequence, output)
         except BaseException as error:
@@ -395,8 +395,8 @@ class GenerationEngine:
             output = self._outputs[sequence]
             assert isinstance(output, SequenceOutput)
             if output.constraints and chunk.is_active:
-                if sequence not in masks and (request := output.constraints.mask_request(drafts)):
-                    masks[sequence] = self._masks.pending(request)
+                if sequence not in masks and (mask := output.constraints.mask(drafts)):
+                    masks[sequence] = mask
                 if sequence in masks:
                     constrained.append((len(rows), chunk))
             rows.append(SamplingRow(output.sampling, output.tokens))
@@ -424,7 +424,7 @@ class GenerationEngine:
         ready: list[tuple[int, int, PendingMask]] = []
         for row, chunk in constrained:
             mask = masks[chunk.sequence]
-            chunk.deferred = mask.request.grammar in late
+            chunk.deferred = mask.grammar in late
             if not chunk.deferred:
                 ready.append((row, chunk.to_sample, mask))
         return self._masks.token_mask(ready) if ready else None
