@@ -255,11 +255,11 @@ class ContinuousScheduler:
     def _decode(self, sequence: Sequence, draft: DraftFunction | None) -> Chunk:
         """Return a decode chunk. Its drafts have their room for this step only, and come after all
         else has room. Drafting may remove sequences."""
-        drafts, table = draft(sequence) if draft else (), sequence.table
-        drafts = drafts[: int(min(len(drafts), self._draft_slots))]
-        if drafts and not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
-            drafts = ()
-        self._draft_slots -= len(drafts)
+        if drafts := draft(sequence) if draft else ():
+            table, drafts = sequence.table, drafts[: int(min(len(drafts), self._draft_slots))]
+            if not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
+                drafts = ()
+            self._draft_slots -= len(drafts)
         return Chunk(sequence, sequence.computed, 1, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
