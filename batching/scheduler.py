@@ -71,6 +71,8 @@ class ContinuousScheduler:
         self._largest: dict[abc.Hashable, Sequence] = {}
         self._max_running_limit = max_running
         self._may_admit = False  # since the last step: one waits, or a slot is free
+        # All that are here run and decode without limits, until one joins, ends or waits.
+        self.is_steady = False
         # Sequences of each class, by order of arrival.
         self._live: list[OrderedDict[Sequence, None]] = [OrderedDict() for _ in Priority]
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
@@ -106,6 +108,7 @@ class ContinuousScheduler:
         bisect.insort(self._waiting.setdefault(_key_of(sequence), []), sequence)
         self.num_waiting += 1
         self._may_admit = True
+        self.is_steady = False
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         queue = self._waiting.get(_key_of(sequence), [])
@@ -122,6 +125,7 @@ class ContinuousScheduler:
     def _remove_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._may_admit = True
+        self.is_steady = False
         self._largest.clear()
         for holder in _holders(sequence):
             self._held[holder] -= 1
@@ -167,6 +171,31 @@ class ContinuousScheduler:
             self.max_running = min(self._max_running_limit, 2 * self.max_running)
             self._removed_any = False
         self._promote()
+        if self.is_steady and not resting:
+            for sequence in [*self.running]:
+                self._make_room(sequence)
+        chunks: list[Chunk] = []
+        if self.is_steady and not resting:
+            decoding = self.running
+        else:
+            decoding, chunks = self._select(budget, spare_rows, resting, doubling)
+        self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
+        chunks = [self._decode(s, draft) for s in [*decoding] if s.table] + chunks
+        if self.pool.states:
+            for chunk in chunks:
+                if chunk.table:
+                    end, drafts = chunk.start + chunk.count, len(chunk.drafts)
+                    chunk.states = self.pool.plan_states(chunk.table, end, drafts)
+        return chunks
+
+    def _select(
+        self,
+        budget: int,
+        spare_rows: float,
+        resting: abc.Container[WorkOwner],
+        doubling: abc.Callable[[int], int] | None,
+    ) -> tuple[list[Sequence], list[Chunk]]:
+        """Admit sequences; return those that decode, and the chunks of prompts."""
         rows = self._pick_rows(spare_rows, resting)
         idle = {s for s in self.running if s.uncomputed == 1}.difference(rows)
         tables = {sequence: sequence.table for sequence in rows if self._make_room(sequence)}
@@ -183,13 +212,10 @@ class ContinuousScheduler:
         chunks: list[Chunk] = []
         if prompts:
             chunks = self._prefill(prompts, budget, prefix_pending, limits)
-        self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
-        chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
-        for chunk in chunks:
-            if chunk.table:
-                end, drafts = chunk.start + chunk.count, len(chunk.drafts)
-                chunk.states = self.pool.plan_states(chunk.table, end, drafts)
-        return chunks
+        kinds, owners = {s.priority for s in decoding}, {s.owner for s in decoding}
+        all_decode = len(decoding) == len(self.running) and not self.num_waiting
+        self.is_steady = all_decode and len(kinds) == 1 and len(owners) in (1, len(decoding))
+        return decoding, chunks
 
     def _pick_rows(self, spare_rows: float, resting: abc.Container[WorkOwner]) -> list[Sequence]:
         """Return the sequences that decode in this step: one of each request of the highest class,
@@ -229,11 +255,11 @@ class ContinuousScheduler:
     def _decode(self, sequence: Sequence, draft: DraftFunction | None) -> Chunk:
         """Return a decode chunk. Its drafts have their room for this step only, and come after all
         else has room. Drafting may remove sequences."""
-        drafts, table = draft(sequence) if draft else (), sequence.table
-        drafts = drafts[: int(min(len(drafts), self._draft_slots))]
-        if drafts and not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
-            drafts = ()
-        self._draft_slots -= len(drafts)
+        if drafts := draft(sequence) if draft else ():
+            table, drafts = sequence.table, drafts[: int(min(len(drafts), self._draft_slots))]
+            if not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
+                drafts = ()
+            self._draft_slots -= len(drafts)
         return Chunk(sequence, sequence.computed, 1, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -465,29 +491,33 @@ class ContinuousScheduler:
         row = 0
         for chunk in chunks:
             sequence = chunk.sequence
-            max_len = sequence.prompt_len + sequence.max_tokens
-            if chunk.is_active and chunk.table:
-                sequence.computed = chunk.end
-                self.pool.commit_states(chunk.table, chunk.end)
+            if chunk.is_active:
+                sequence.computed = end = chunk.end
+                if self.pool.states and chunk.table:
+                    self.pool.commit_states(chunk.table, end)
+                max_len = sequence.prompt_len + sequence.max_tokens
                 if chunk.reaches_end and not chunk.deferred and len(sequence.tokens) + 1 < max_len:
                     sequence.append_placeholder(row)
+                else:
+                    self.is_steady = False
             row += chunk.to_sample
 
     def advance(self, chunk: Chunk, sampled: abc.Sequence[int] = ()) -> None:
         """Record that the chunk has run. `sampled`: the accepted drafts and one token more; empty
         if the chunk ends before its sequence does."""
-        sequence = chunk.sequence
-        assert sequence.table is not None
+        sequence, pool, table = chunk.sequence, self.pool, chunk.sequence.table
+        assert table is not None
         if sequence.scores_prompt:
             sequence.scored = max(sequence.scored, chunk.to_score.stop)
-        sequence.computed = chunk.end + max(0, len(sampled) - 1)
-        self.pool.commit_states(sequence.table, sequence.computed)
+        sequence.computed = computed = chunk.end + (len(sampled) - 1 if sampled else 0)
+        if pool.states:
+            pool.commit_states(table, computed)
         if sampled:
             sequence.extend(sampled)
         if chunk.drafts:
-            self.pool.trim(sequence.table, len(sequence.tokens))
-        if sequence.computed // self.pool.block_size > sequence.table.registered:
-            self.pool.register(sequence.table, sequence.contents, sequence.computed)
+            pool.trim(table, len(sequence.tokens))
+        if computed // pool.block_size > table.registered:
+            pool.register(table, sequence.contents, computed)
 
     def shrink_running(self) -> bool:
         """Preempt the younger half of the running sequences after an out-of-memory error, and admit

@@ -23,10 +23,6 @@ def placeholder(row: int) -> int:
     return -1 - row
 
 
-def is_placeholder(token: int) -> bool:
-    return token < 0
-
-
 class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
     """Token ids as an array, of which a slice is a list. Garbage collection visits each element of
     a list, and thousands of long prompts may wait."""
@@ -46,8 +42,8 @@ class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Pyt
     def __getitem__(self, index: slice) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> Any:
-        value = super().__getitem__(index)
-        return value.tolist() if isinstance(index, slice) else value
+        value = array.__getitem__(self, index)  # each step gets a token of each sequence
+        return value.tolist() if index.__class__ is slice else value
 
 
 TokenList: TypeAlias = TokenIds | list[int]
@@ -142,6 +138,7 @@ class Sequence:
     disk_key: bytes = b""  # of its empty prefix among those on disk; empty: they are not looked up
     reading: bool = False  # waiting: a part of its prefix is read from disk
     branch: int = 0  # leading tokens in blocks, after which no state of recurrent layers was kept
+    has_placeholder: bool = False  # the last token is one
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -151,25 +148,22 @@ class Sequence:
         """Tokens that the model has yet to run; 0 while the last step of the sequence runs."""
         return len(self.tokens) - self.computed
 
-    @property
-    def has_placeholder(self) -> bool:
-        return is_placeholder(self.tokens[-1])
-
     def append_placeholder(self, row: int) -> None:
-        self._generated.append(placeholder(row))
+        tokens: Any = self.tokens  # PrefixedTokens generate nothing
+        tokens.append(placeholder(row))
+        self.has_placeholder = True
 
     def drop_placeholder(self) -> None:
         if self.has_placeholder:
-            self._generated.pop()
+            cast(TokenList, self.tokens).pop()
+            self.has_placeholder = False
 
     def extend(self, sampled: abc.Sequence[int]) -> None:
         """Append sampled tokens, the first of them instead of a placeholder."""
-        self.drop_placeholder()
-        self._generated.extend(sampled)
-
-    @property
-    def _generated(self) -> TokenList:
-        return cast(TokenList, self.tokens)  # PrefixedTokens generate nothing
+        tokens: Any = self.tokens
+        if self.has_placeholder:
+            tokens[-1], sampled, self.has_placeholder = sampled[0], sampled[1:], False
+        tokens.extend(sampled)
 
     @property
     def contents(self) -> abc.Sequence[Content]:
@@ -189,7 +183,7 @@ class Chunk:
 
     If the chunk reaches the sequence's end, its last token and each draft are to be sampled.
     `width`, `reaches_end` and `to_sample` are fixed at construction: `advance` moves the sequence's
-    end.
+    end. `is_prefill`: it has tokens of the prompt, or ones to compute again.
     """
 
     sequence: Sequence
@@ -203,31 +197,28 @@ class Chunk:
     width: int = field(init=False)  # tokens, drafts included
     reaches_end: bool = field(init=False)
     to_sample: int = field(init=False)  # how many of its last rows decide a token
+    is_prefill: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        sequence = self.sequence
+        sequence, count, drafts = self.sequence, self.count, len(self.drafts)
         self.table = sequence.table
-        self.width = self.count + len(self.drafts)
-        self.reaches_end = self.start + self.count == len(sequence.tokens)
-        samples = self.reaches_end and sequence.max_tokens
-        self.to_sample = 1 + len(self.drafts) if samples else 0
+        self.width = count + drafts
+        self.reaches_end = self.start + count == len(sequence.tokens)
+        self.to_sample = 1 + drafts if self.reaches_end and sequence.max_tokens else 0
+        self.is_prefill = count > 1 or self.start < sequence.prompt_len
 
     @property
     def end(self) -> int:
         """Leading tokens of the sequence that are computed once the chunk has run, if its drafts
         are rejected. The states of recurrent layers then stay those before a deferred chunk."""
-        if self.deferred and self.states:
-            return self.start
-        return self.start + self.count - self.deferred
+        if self.deferred:
+            return self.start if self.states else self.start + self.count - 1
+        return self.start + self.count
 
     @property
     def is_active(self) -> bool:
         """Whether its sequence has been neither preempted nor removed since the construction."""
         return self.table is not None and self.table is self.sequence.table
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.start < self.sequence.prompt_len or self.count > 1
 
     @property
     def to_score(self) -> range:
@@ -294,6 +285,10 @@ class Batch:
             if sequence.scores_prompt or sequence.reads:
                 offset = len(ids) - start
                 scored += [position + offset for position in chunk.to_score]
+            if chunk.width == chunk.to_sample == 1:
+                sampled.append(len(ids))
+                ids.append(sequence.tokens[start])
+                continue
             ids += sequence.tokens[start : start + chunk.count]
             ids += chunk.drafts
             sampled += range(len(ids) - chunk.to_sample, len(ids))

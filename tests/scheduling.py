@@ -11,7 +11,7 @@ from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
 from batching.fair_share import NO_OWNER, Priority, WorkOwner
 from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler, _holders
-from batching.sequence import Chunk, Sequence, is_placeholder
+from batching.sequence import Chunk, Sequence
 from batching.state_pool import NO_SLOT, SequenceState, StatePool
 
 TOKENS = 3  # so few that prefixes are often equal by chance
@@ -101,7 +101,7 @@ class FakeModel:
             assert sequence.table is not None
             end = chunk.start + chunk.width
             tokens = sequence.tokens[: chunk.start + chunk.count]
-            known = [sampled[-1 - token] if is_placeholder(token) else token for token in tokens]
+            known = [sampled[-1 - token] if token < 0 else token for token in tokens]
             prefixes = self.prefixes([*known, *chunk.drafts])
             slots = [
                 block * self.size + i for block in sequence.table.blocks for i in range(self.size)

@@ -92,6 +92,40 @@ def counts(scheduler: ContinuousScheduler, budget: int) -> list[int]:
     return [chunk.count for chunk in chunks if chunk.is_prefill]
 
 
+def test_steps_that_no_sequence_joins_or_leaves_pick_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, picked = scheduler_of(4), list[int]()
+    select = scheduler._select
+
+    def counted(*arguments: Any) -> Any:
+        picked.append(len(scheduler.running))
+        return select(*arguments)
+
+    monkeypatch.setattr(scheduler, "_select", counted)
+
+    def step() -> list[Sequence]:
+        chunks = scheduler.schedule(100)
+        for chunk in chunks:
+            scheduler.advance(chunk, [9])
+        return [chunk.sequence for chunk in chunks]
+
+    first, second = arriving(scheduler, [1, 2], [3, 4])
+    assert [step() for _ in range(4)] == 4 * [[first, second]]
+    assert picked == [0, 2]  # the second time all decode
+    scheduler.remove(second)
+    assert [step() for _ in range(3)] == 3 * [[first]]
+    assert picked == [0, 2, 1]
+    [third] = arriving(scheduler, [5, 6])
+    assert [step() for _ in range(3)] == 3 * [[first, third]]
+    assert picked == [0, 2, 1, 1, 2]
+    assert first.table
+    assert len(first.table.blocks) == 3  # it got room for each token
+    while third in step():
+        pass
+    assert third.table is None  # preempted for the first one
+
+
 def test_whole_prompts_share_a_step_while_they_fit() -> None:
     s = whole_scheduler()
     arriving(s, fresh(10), fresh(12), fresh(9))

@@ -1,7 +1,8 @@
 """A stand-in for the model's forward, to measure the host: SIMULATED_MODEL.
 
-A step takes its time on a device that runs beside the host, as on a GPU: the engine schedules one
-step while the one before it runs, and waits for that before it launches another.
+A step takes its time on a device that runs beside the host and has a queue, as on a GPU: a step
+starts when it is launched and the one before it has ended. The tokens of that are read after the
+launch, and so the launch waits for them.
 """
 
 import itertools
@@ -44,9 +45,11 @@ class SimulatedRunner(PagedRunner):
         self._done_at = 0.0
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        if (left_s := self._done_at - time.monotonic()) > 0:
-            time.sleep(left_s)
+        launched_at, before_s = time.monotonic(), self._done_at
         prompt = sum(chunk.count for chunk in batch.chunks if chunk.is_prefill)
-        self._done_at = time.monotonic() + self.step_s + prompt * self.prompt_token_s
+        duration_s = self.step_s + prompt * self.prompt_token_s
+        self._done_at = max(launched_at, before_s) + duration_s
+        if before_s > launched_at:
+            time.sleep(before_s - launched_at)
         first = next(self._first_rows)
         return self._logits[first : first + len(batch.rows)]

@@ -20,7 +20,7 @@ from collections import Counter, abc, defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -286,12 +286,13 @@ class GenerationEngine:
             self._release(item)
 
     def _schedule(self) -> list[Chunk]:
-        uncomputed = [sequence.uncomputed for sequence in self.scheduler.running]
+        steady, running = self.scheduler.is_steady, self.scheduler.running
+        uncomputed = [1] if steady else [sequence.uncomputed for sequence in running]
         streaming, budget = min(uncomputed, default=2) <= 1 or self.others.busy, 0
         if self._encoder_scheduler:
             self._encoder_scheduler.step(self.scheduler, streaming)
         if self._speculation:
-            self._speculation.begin_step(len(self.scheduler.running))
+            self._speculation.begin_step(len(running))
         if self.scheduler.num_waiting or max(uncomputed, default=0) > 1:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
@@ -400,10 +401,11 @@ class GenerationEngine:
                 if sequence in masks:
                     constrained.append((len(rows), chunk))
             rows.append(SamplingRow(output.sampling, output.tokens))
-            rows += [
-                SamplingRow(output.sampling, output.tokens + n, drafts[:n])
-                for n in range(1, chunk.to_sample)
-            ]
+            if drafts:
+                rows += [
+                    SamplingRow(output.sampling, output.tokens + n, drafts[:n])
+                    for n in range(1, chunk.to_sample)
+                ]
         self._start_masks()
         return rows, constrained
 
@@ -455,29 +457,30 @@ class GenerationEngine:
         """Read the tokens of the step in flight, if there is one, and turn them into text."""
         if (step := self._in_flight) is None:
             return
-        sampled = iter(step.sampled.read())
+        sampled, row = step.sampled.read(), 0
         self._in_flight, self._ran = None, len(step.batch.chunks)
         earlier_counts, self._counts = self._counts, Counter()
         for chunk in step.batch.chunks:
-            tokens = list(islice(sampled, chunk.to_sample))
+            tokens, row = sampled[row : row + chunk.to_sample], row + chunk.to_sample
             if chunk.is_active:  # else it has finished, or another choice of its request has failed
                 try:
-                    self._process_chunk(chunk, step.prompt_scores.get(chunk.sequence, []), tokens)
+                    self._process_chunk(chunk, step.prompt_scores.get(chunk.sequence, ()), tokens)
                 except BaseException as error:
                     self._fail(self._outputs[chunk.sequence].item, error)
         self._learn_times(step)
         self._counts += earlier_counts
 
     def _process_chunk(
-        self, chunk: Chunk, scores: list[SampledToken], sampled: list[SampledToken]
+        self, chunk: Chunk, scores: abc.Sequence[SampledToken], sampled: list[SampledToken]
     ) -> None:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
-        if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
+        item = output.item
+        if (sampled and sampled[0].token < 0) or (scores and any(s.token < 0 for s in scores)):
             raise ItemFailed("the model's output for this input is not a number")
-        output.item.progress_at = time.monotonic()
+        item.progress_at = time.monotonic()
         if chunk.is_prefill:
             self._counts["prefill_tokens"] += chunk.count
-            output.item.computed += chunk.count
+            item.computed += chunk.count
         if scores:
             output.add_prompt_scores(scores)
         if chunk.deferred or not chunk.reaches_end:
@@ -490,7 +493,7 @@ class GenerationEngine:
             assert isinstance(output, SequenceOutput)
             tokens = output.extend(chunk.drafts, sampled)
         self._counts["decode_tokens"] += len(tokens)
-        output.item.generated += len(tokens)
+        item.generated += len(tokens)
         if chunk.drafts and self._speculation:
             self._counts.update(self._speculation.record_verified(chunk, len(tokens)))
         self.scheduler.advance(chunk, tokens)
@@ -500,7 +503,7 @@ class GenerationEngine:
         is_first, is_full = unread <= len(tokens), unread >= MAX_UNREAD
         self._full += is_full
         if output.finished or is_first or (is_full and self._full <= MAX_WRITTEN):
-            self._deltas[output] = output.item
+            self._deltas[output] = item
 
     def _learn_times(self, step: InFlightStep) -> None:
         """Record the step's time, counted from when the device could start it."""
