@@ -284,30 +284,15 @@ def check_hub(settings: Settings) -> None:
             path = reference.path
             if path == "demo" or is_path(path) or split_file(path)[1]:
                 continue
-            try:
-                missing = all(not _has_file(path, config) for config in CONFIGS)
-            except Exception as error:  # of the hub
-                raise SettingsError(f"{name.upper()}={path!r}: {load_error(error)}") from None
-            if missing:
-                raise SettingsError(f"{name.upper()}={path!r}: {_hub_problem(path)}")
+            where = f"{name.upper()}={path!r}"
+            if all(_read_json(where, path, config) is None for config in CONFIGS):
+                raise SettingsError(f"{where}: {_hub_problem(path)}")
 
 
 def _hub_problem(model: str) -> str:
     """Return why a hub model has no configuration."""
     files = file_sizes(model)
     return config_problem(files) if files else "it has no config.json"
-
-
-def _has_file(model: str, name: str) -> bool:
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        download(model, name)
-    except LocalEntryNotFoundError:
-        raise
-    except EntryNotFoundError:
-        return False
-    return True
 
 
 def check_workers(flag: str | None = None) -> None:
@@ -444,8 +429,9 @@ def setting_for(model: str) -> str:
     """Return the setting that a checkpoint is for."""
     if split_file(model)[1]:
         return "chat_model"
-    config = _read_json(model, "config.json")
-    if modules := _read_json(model, "modules.json"):  # of sentence-transformers
+    where = f"MODEL={model!r}"
+    config = _read_json(where, model, "config.json")
+    if modules := _read_json(where, model, "modules.json"):  # of sentence-transformers
         kinds = [str(module.get("type")) for module in modules]
         if any(kind.endswith("LogitScore") for kind in kinds):
             return "rerank_model"
@@ -453,7 +439,7 @@ def setting_for(model: str) -> str:
             return "embedding_model"
     if config is None:
         problem = "it has no config.json" if is_path(model) else _hub_problem(model)
-        raise SettingsError(f"MODEL={model!r}: {problem}")
+        raise SettingsError(f"{where}: {problem}")
     [task] = tasks_of(config)[:1] or [""]
     setting = SETTING_BY_TASK.get(task, "pipeline_model")
     names = architectures(config)
@@ -463,8 +449,9 @@ def setting_for(model: str) -> str:
     return setting
 
 
-def _read_json(model: str, name: str) -> Any:
-    """Return a file's JSON; None if the checkpoint has no such file."""
+def _read_json(where: str, model: str, name: str) -> Any:
+    """Return a file's JSON; None if the checkpoint has no such file. Raises SettingsError, which
+    begins with `where`."""
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
@@ -473,9 +460,9 @@ def _read_json(model: str, name: str) -> Any:
     except LocalEntryNotFoundError as error:  # offline: the file may or may not exist
         if name != "config.json":
             return None
-        problem = f"there is no such folder; {load_error(error)}"
+        problem = load_error(error)
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except Exception as error:  # of the hub, the file or its content
         problem = f"its {name} cannot be read: {load_error(error)}"
-    raise SettingsError(f"MODEL={model!r}: {problem}")
+    raise SettingsError(f"{where}: {problem}")
