@@ -489,7 +489,7 @@ def test_a_stream_ends_where_the_disk_fails_meanwhile(
         assert last.type == "response.completed"
         assert last.response.output_text == "a"
         id = created.response.id
-        assert last.response.store is False
+        assert last.response.store is False  # type: ignore[attr-defined]
         assert metric(server, NOT_STORED) == 1
         assert get_response(server, id).status_code == 404
         store.database.execute("PRAGMA query_only = OFF")
