@@ -36,6 +36,7 @@ from server.core.settings import (
     is_folder,
     parse_adapters,
     parse_models,
+    refusing,
     split_entries,
     split_entry,
 )
@@ -124,15 +125,11 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     if (file := settings.chat_template) != "auto":
         if settings.chat_model == "none":
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: there is no CHAT_MODEL for it")
-        try:
+        with refusing(f"CHAT_TEMPLATE={file!r}", UnusableTemplate):
             read_template(file)
-        except UnusableTemplate as error:
-            raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
     if (file := settings.decision_config) not in ("auto", "none"):
-        try:
+        with refusing(f"DECISION_CONFIG={file!r}", UnusableDecisionConfig):
             load_decision_config(file, "")
-        except UnusableDecisionConfig as error:
-            raise SettingsError(f"DECISION_CONFIG={file!r}: {error}") from None
     read_object("CHAT_TEMPLATE_KWARGS", settings.chat_template_kwargs)
     if (folder := settings.voices_dir) != "none" and not is_folder(folder):
         raise SettingsError(f"VOICES_DIR={folder!r}: there is no such folder")
@@ -154,12 +151,10 @@ def read_object(name: str, text: str) -> dict[str, Any]:
 def check_sampling_defaults(name: str, text: str) -> None:
     """Raise SettingsError for values that a request's fields do not accept."""
     document, known = read_object(name, text), ", ".join(SAMPLING_FIELDS)
-    try:
+    with refusing(f"{name}={text!r}", InvalidInput):
         for field in document.keys() - SAMPLING_FIELDS:
             raise InvalidInput(f"{field!r} is no sampling parameter, only {known}")
         convert(document, GenerationRequest)
-    except InvalidInput as error:
-        raise SettingsError(f"{name}={text!r}: {error}") from None
 
 
 def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
@@ -167,10 +162,8 @@ def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
     that cannot be used."""
     if (folder := settings.kv_cache_dir) == "none":
         return None
-    try:
+    with refusing(f"KV_CACHE_DIR={folder!r}", FolderIsOpen, OSError):
         return open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
-    except (FolderIsOpen, OSError) as error:
-        raise SettingsError(f"KV_CACHE_DIR={folder!r}: {error}") from None
 
 
 def check_adapters(settings: Settings) -> None:
@@ -184,10 +177,8 @@ def check_adapters(settings: Settings) -> None:
             raise SettingsError(f"{where}: there is no CHAT_MODEL for it")
         if root == "none":
             raise SettingsError(f"{where}: set LORA_DIR to the folder of all adapters")
-        try:
+        with refusing(where, InvalidAdapter):
             adapter_folder(root, reference.path)
-        except InvalidAdapter as error:
-            raise SettingsError(f"{where}: {error}") from None
 
 
 def check_setting(name: str, settings: Settings) -> None:
