@@ -20,7 +20,7 @@ from server.core.metrics import Metrics
 from server.core.request_context import SECRET
 from server.core.settings import Settings, SettingsError, load_settings
 from server.core.worker_client import WorkerClient, size_of
-from server.entries import ModelEntry, model_entries
+from server.entries import ModelEntry, model_entries, shares_recognizer
 from server.http.request import Application
 from server.lifespan import lifespan
 from server.preflight import (
@@ -148,6 +148,7 @@ def served_models(
 ) -> list[ServedModel]:
     """Return the models of the entries. The default model of each kind is loaded at the start."""
     models: dict[str, ServedModel] = {}
+    pipelines: dict[str, ModelEntry] = {}  # by name
     for entry in entries:
         if entry.served_by != entry.name:
             continue
@@ -158,8 +159,14 @@ def served_models(
             load_chat = given or partial(load_language_model, entry, later_caches)
             model = ServedModel(entry.name, load_chat, entry.settings.max_running, generates=True)
         elif entry.kind == "transcription":
-            load_own = loaders.get(entry.kind) or partial(load_transcriber, entry)
-            model = ServedModel(entry.name, load_own, settings.max_batch_size)
+            shared = [name for name, pipe in pipelines.items() if shares_recognizer(pipe, entry)]
+            recognizer = models[shared[0]] if shared and not loaders else None
+            own = partial(load_transcriber, entry, recognizer)
+            model = ServedModel(entry.name, loaders.get(entry.kind, own), settings.max_batch_size)
+            if recognizer:  # one holds the other's weights
+                for sharing in (recognizer, model):
+                    sharing.pin = True
+                    sharing.load_at_start()
         elif entry.kind == "pipeline" and entry.generates_text and entry.kind not in loaders:
             batcher = new_batcher(entry.settings)  # of what runs `generate`, together
             load_text = partial(load_text_pipeline, entry, batcher, later_caches)
@@ -170,9 +177,11 @@ def served_models(
             if given := loaders.get(entry.kind):
                 load = partial(load_given, given)
             model = batched_model(entry.name, load, settings)
+        if entry.kind == "pipeline":
+            pipelines[entry.name] = entry
         models[entry.name] = model
         model.title, model.path = entry.reference.name, entry.reference.path
-        model.pin = entry.reference.pin
+        model.pin = model.pin or entry.reference.pin
         if not loaders:
             model.measure = partial(measure_model, entry)
         if entry.name == entry.kind:
@@ -256,11 +265,19 @@ def load_scoring(entry: ModelEntry, batcher: DynamicBatcher) -> Engine:
     return new_engine(scorer, batcher)
 
 
-def load_transcriber(entry: ModelEntry) -> Engine:
+def load_transcriber(entry: ModelEntry, recognizer: ServedModel | None) -> Engine:
+    """`recognizer`: the model of `POST /`, loaded before, whose weights are shared."""
     import_torch()
+    from worker.engines.pipeline.engine import PipelineEngine
+    from worker.engines.pipeline.runner import PipelineRunner
     from worker.engines.speech.loading import SpeechOptions, load_speech
 
-    return load_speech(loader_options(SpeechOptions, entry))
+    pipe = None
+    if recognizer:
+        assert isinstance(recognizer.engine, PipelineEngine)
+        assert isinstance(recognizer.engine.runner, PipelineRunner)
+        pipe = recognizer.engine.runner.pipe
+    return load_speech(loader_options(SpeechOptions, entry), pipe)
 
 
 def measure_model(entry: ModelEntry) -> tuple[int, int]:

@@ -92,3 +92,10 @@ def _with_share(settings: Settings, count: int) -> Settings:
         kv_cache_gb=None if cache is None else cache / count,
         max_running=max(1, settings.max_running // count),
     )
+
+
+def shares_recognizer(pipeline: ModelEntry, transcription: ModelEntry) -> bool:
+    """Return whether POST / and /v1/audio use the same model, which is then loaded once."""
+    task = resolve_task(pipeline.settings.pipeline_task)
+    same = pipeline.reference.path == transcription.reference.path
+    return same and task == "automatic-speech-recognition"

@@ -11,10 +11,12 @@ import pytest
 from huggingface_hub import constants
 
 from server import cached_models
+from tests import tiny
 from tests.event_streams import CLIENT, chat, post
 from tests.http.test_pipeline_http import error_of
 from tests.hub import add_to_cache
 from tests.serving import Server, metric, serving
+from tests.transcribing import CTC, WHISPER, noise, saved
 
 FOLDER = Path(__file__).parents[2] / "worker" / "demo"
 FRANCE = "What is the capital of France?"
@@ -160,3 +162,20 @@ def test_a_body_that_names_another_pipeline_is_refused(server: Server, media: st
 
     assert "model: must be the model that ?model= or the header X-Model names" in ask("")
     assert ask("?model=vectors").startswith("[[")
+
+
+@pytest.mark.parametrize("name", [CTC, WHISPER])
+def test_a_model_of_two_endpoints_is_loaded_once(name: str, tmp_path: Path) -> None:
+    """Its texts are equal where the pipeline decodes as the transcriber does."""
+    model = str(tiny.folder(name))
+    audio = Path(saved(tmp_path, noise(3.0))).read_bytes()
+    settings: dict[str, Any] = {"pipeline_model": model, "transcription_model": model}
+    with serving(pipeline_task="automatic-speech-recognition", **settings) as server:
+        models: Any = server.worker_client.models
+        recognizer, transcriber = models["pipeline"].engine.runner, models["transcription"].engine
+        assert transcriber.runner.model is recognizer.pipe.model
+        if name != CTC:
+            return
+        url = f"{server.url}/v1/audio/transcriptions"
+        transcript = CLIENT.post(url, files={"file": ("a.wav", audio)}).json()["text"]
+        assert transcript == CLIENT.post(server.url, content=audio).json()["text"].strip()

@@ -30,6 +30,7 @@ from worker.messages.transcription import TranscriptionInput
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
+    Pipe,
     TooLittleMemory,
     checkpoint_path,
     describe_missing_weights,
@@ -56,14 +57,21 @@ class SpeechCheckpoint:
     extractor: Any
 
 
-def load_speech(options: SpeechOptions) -> SpeechEngine[WhisperWindow] | SpeechEngine[CtcWindow]:
-    """Raise LoadingFailed if the model cannot be served."""
+def load_speech(
+    options: SpeechOptions, pipe: Pipe | None = None
+) -> SpeechEngine[WhisperWindow] | SpeechEngine[CtcWindow]:
+    """Raise LoadingFailed if the model cannot be served. `pipe`: a loaded pipeline of the model,
+    whose weights are shared."""
     start_fork_server()
     with load_errors(options.model, "transcription"):
-        path = checkpoint_path(options.model, "speech")
-        model, tokenizer, missing = load_checkpoint(options, path, auto_class)
-        untyped: Any = AutoFeatureExtractor
-        extractor = untyped.from_pretrained(path, trust_remote_code=False)
+        missing: dict[str, str] = {}
+        if pipe:
+            model, tokenizer, extractor = pipe.model, pipe.tokenizer, pipe.feature_extractor
+        else:
+            path = checkpoint_path(options.model, "speech")
+            model, tokenizer, missing = load_checkpoint(options, path, auto_class)
+            untyped: Any = AutoFeatureExtractor
+            extractor = untyped.from_pretrained(path, trust_remote_code=False)
         engine = new_engine(SpeechCheckpoint(model, tokenizer, extractor), options)
         if missing_weights_matter(model, missing, lambda: repr(engine.run_example()).encode()):
             raise LoadingFailed(describe_missing_weights(missing))
