@@ -446,13 +446,17 @@ def test_response_that_cannot_be_stored_has_store_false(full: Server) -> None:
     assert metric(full, NOT_STORED) == 2
 
 
-def test_a_background_response_whose_beginning_cannot_be_stored_is_refused(full: Server) -> None:
-    for options in ({}, {"stream": True}):
-        refused = respond(full, LONG, background=True, **options)
-        assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
-        assert "the server's disk has failed" in error_of(refused)["message"]
-    assert response_document(respond(full, background=True))["status"] == "queued"
-    wait_until(lambda: metric(full, "onequeue_queue_depth") == 0)
+def test_background_response_is_found_without_the_store(full: Server) -> None:
+    id = response_document(respond(full, LONG, background=True))["id"]
+    wait_until(lambda: get_response(full, id).json()["status"] == "completed")
+    found = response_document(get_response(full, id))
+    assert found["store"] is False
+    assert output_texts(found) == [("message", LONG.removeprefix("say "))]
+    assert len(get_response(full, id, "/input_items").json()["data"]) == 1
+    assert response_document(cancel(full, id)) == found
+    assert metric(full, NOT_STORED) == 1
+    assert delete(full, id).json()["deleted"] is True
+    assert get_response(full, id).status_code == delete(full, id).status_code == 404
 
 
 def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,10 +493,9 @@ def test_a_stream_ends_where_the_disk_fails_meanwhile(
         assert last.type == "response.completed"
         assert last.response.output_text == "a"
         id = created.response.id
-        assert last.response.store is False  # type: ignore[attr-defined]
-        assert metric(server, NOT_STORED) == 1
-        assert get_response(server, id).status_code == 404
+        assert get_response(server, id).json()["status"] == "completed"
         store.database.execute("PRAGMA query_only = OFF")
+        assert delete(server, id).json()["deleted"] is True
         assert get_response(server, id).status_code == 404
         store.remove_expired()
         assert store.database.execute("SELECT count(*) FROM generating") == [(0,)]
@@ -532,6 +535,21 @@ def test_a_stream_of_which_no_event_is_kept_has_the_last_one(
         [last] = stream
         assert last.type == "response.completed"
         assert last.response.output_text == "a"
+
+
+def test_unstored_background_responses_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "open_store", lambda *_: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(endpoint, "MAX_FALLBACK_RESPONSES", 2)
+    with serving(load_chat=FakeGenerator) as server:
+        ids = []
+        for _ in range(3):
+            ids.append(response_document(respond(server, LONG, background=True))["id"])
+            wait_until(lambda: get_response(server, ids[-1]).json()["status"] == "completed")
+            wait_until(lambda: metric(server, NOT_STORED) == len(ids))
+        wait_until(lambda: get_response(server, ids[0]).status_code == 404)
+        assert [get_response(server, id).status_code for id in ids[1:]] == [200, 200]
 
 
 # ── from one start to the next ──

@@ -27,6 +27,7 @@ from starlette.types import Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
 from batching.fair_share import Priority
+from server.apis.openai.database import SqliteDatabase
 from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.apis.openai.jobs import JobRunner, StoredJob
 from server.apis.openai.request_fields import convert, decode
@@ -74,6 +75,8 @@ UNFINISHED = "queued", "in_progress"
 ADDED = "completed", "incomplete"  # to a conversation
 TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
+MAX_FALLBACK_RESPONSES = 1000
+MAX_FALLBACK_BYTES = 64_000_000
 MAX_EVENT_BYTES = 16_000_000  # of one response
 POLL_S = 0.1  # how often the end of a response that another process generates is looked for
 
@@ -99,8 +102,7 @@ class BackgroundJob(StoredJob):
         super().__init__(builder.response.id, self.owner.namespace)
         self.endpoint, self.scope, self.stream = endpoint, scope, stream
         self.builder, self.transfer = builder, transfer
-        # Its beginning is stored. Fails with a QueueFull.
-        self.stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stored = asyncio.Event()  # in the store, from its beginning
         self.readers: set[asyncio.Event] = set()  # each is set when an event is added
         self.last_event = b""  # once the response has ended
         self._keeps_events = builder.streams
@@ -113,23 +115,16 @@ class BackgroundJob(StoredJob):
     async def run(self) -> None:
         """Generate the response; errors become its status."""
         builder, stream, scope = self.builder, self.stream, self.scope
-        endpoint, put = self.endpoint, partial(self.endpoint.put, self.owner, builder)
+        store = partial(self.endpoint.store_response, self.owner, builder)
         with stream:
             try:
-                with refusing_disk_errors():
-                    await put(is_generating=True)
-            except QueueFull as error:
-                endpoint.background_memory.release(self.transfer)
-                self.stored.set_exception(error)
-                return
-            try:
+                await store(is_generating=True)
                 for event in builder.queue() if builder.streams else ():
                     await self._keep(event)
-                self.stored.set_result(None)
+                self.stored.set()
                 events = build_events(builder, stream, await stream.read())
                 first = await anext(events, b"")
-                with contextlib.suppress(OSError, sqlite3.Error):  # its end may be stored
-                    await put(is_generating=True)  # in progress
+                await store(is_generating=True)  # in progress
                 await self._keep(first)
                 async for event in events:  # built for their effect on the response, too
                     await self._keep(event)
@@ -140,11 +135,18 @@ class BackgroundJob(StoredJob):
         if scope["app"].logs_requests:
             log_background(scope, builder.response.id, builder.response.status)
         try:
-            await endpoint.store_response(self.owner, builder)
+            await store()
         finally:
+            self.stored.set()
             self.last_event = builder.end()
             self._wake_readers()
-            endpoint.background_memory.release(self.transfer)
+            self.endpoint.background_memory.release(self.transfer)
+
+    @property
+    def store(self) -> ResponseStore:
+        """The store with the response and its events."""
+        endpoint = self.endpoint
+        return endpoint.store if self.builder.response.store else endpoint.fallback_store
 
     async def _keep(self, event: bytes) -> None:
         """Add an event to the store, unless there are too many: the last one has the response."""
@@ -154,10 +156,9 @@ class BackgroundJob(StoredJob):
             self._event_bytes += len(event)
             if self._event_bytes > MAX_EVENT_BYTES:
                 raise QueueFull(f"they exceed {MAX_EVENT_BYTES} bytes")
-            store = self.endpoint.store
-            if not store.database.is_shared:
+            if not self.store.database.is_shared:
                 self.endpoint.background_memory.take(self.transfer, len(event))
-            await run_sync(store.add_event, self.id, self._count, event)
+            await run_sync(self.store.add_event, self.id, self._count, event)
         except (QueueFull, OSError, sqlite3.Error) as error:
             self._keeps_events = False
             log.warning("further events not stored id=%s error=%.200r", self.id, error)
@@ -215,7 +216,10 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     jobs: JobRunner
 
     def __post_init__(self) -> None:
-        self.jobs.stores.append(self.store)
+        # Background responses that are not stored, or could not be written to `store`.
+        bounds = MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES
+        self.fallback_store = ResponseStore(SqliteDatabase(":memory:"), *bounds)
+        self.jobs.stores += self.store, self.fallback_store
         self.max_conversation = int(self.settings.max_body_mb * 1_000_000)
         # Background responses hold their input for long: it does not count as a request's.
         limit = MAX_BODIES * self.max_conversation // BACKGROUND_SHARE
@@ -291,11 +295,11 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         if request.body.background:
             job = self._start_job(incoming, request)
             response, headers = to_json(job.builder.response), job.builder.headers
-            await job.stored
+            await job.stored.wait()
             if not job.builder.streams:
                 return await send_json(send, response, headers=headers)
             assert incoming.receive
-            events = StoredEvents(self.store, job.namespace, job.id, -1, job, headers)
+            events = StoredEvents(job.store, job.namespace, job.id, -1, job, headers)
             return await events(scope, incoming.receive, send)
         with self.submit(incoming, request) as stream:
             builder = self.builder(request, stream.usage)
@@ -320,38 +324,45 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.jobs.run(job)
         return job
 
-    async def put(
+    async def store_response(
         self, owner: Owner, builder: ResponsesBuilder, is_generating: bool = False
     ) -> None:
-        await run_sync(lambda: self.store.put(owner, builder.stored, is_generating))
-
-    async def store_response(self, owner: Owner, builder: ResponsesBuilder) -> None:
         """Store a response, and its items in its conversation. If that fails, as on a full disk, it
-        has `store: false`, or `conversation: null`."""
-        response = builder.response
-        if response.status in ADDED and (reference := response.conversation):
+        has `store: false`, or `conversation: null`. A client that cannot get one from the
+        background from the store has no other way."""
+        if builder.response.status in ADDED and (reference := builder.response.conversation):
             namespace, max_bytes = of_conversations(owner.namespace), self.max_conversation
 
             def extend() -> None:
                 stored = builder.stored
-                put = (owner, stored) if response.store else None
-                self.store.extend(namespace, reference.id, stored.items, max_bytes, put)
+                response = (owner, stored) if builder.response.store else None
+                self.store.extend(namespace, reference.id, stored.items, max_bytes, response)
 
             try:
                 await run_sync(extend)
-                return
+                if builder.response.store:
+                    return
             except (NotStored, InvalidInput, OSError, sqlite3.Error) as error:
                 log.warning("conversation not extended id=%s error=%.200r", reference.id, error)
-                response.conversation = None
-        if response.store:
+                builder.response.conversation = None
+        if builder.response.store:
             try:
-                await self.put(owner, builder)
+                put = self.store.put
+                await run_sync(lambda: put(owner, builder.stored, is_generating))
+                return
             except (OSError, sqlite3.Error) as error:
-                log.error("response not stored id=%s error=%.200r", response.id, error)
+                log.error("response not stored id=%s error=%.200r", builder.response.id, error)
                 self.worker_client.metrics.not_stored.inc()
-                response.store = False
-                if response.background:
-                    self.store.lose(response.id)
+                builder.response.store = False
+            try:  # its earlier state
+                await run_sync(self.store.delete, owner.namespace, builder.response.id)
+            except NotStored:
+                pass
+            except (OSError, sqlite3.Error):
+                self.store.lose(builder.response.id)
+        if builder.response.background:
+            put = self.fallback_store.put
+            await run_sync(lambda: put(owner, builder.stored, is_generating))
 
     # ── a response by its id ──
 
@@ -367,15 +378,15 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         scope, id = request.scope, request.path_params["id"]
         if request.method == "DELETE":
             await self._cancel(owner_from(scope), id)
-            await self._in_store(self.store.delete, scope, id)
+            await self._in_stores(ResponseStore.delete, scope, id)
             return Deleted(id, "response", deleted=True)
         query = convert(dict(request.query_params), Retrieval, strict=False)
         if query.stream:
             return await self._follow(scope, id, query.starting_after)
         if query.starting_after is not None:
             raise InvalidInput.at("starting_after", "requires stream: true")
-        read = partial(self.store.response, count=counter(scope))
-        return await self._in_store(read, scope, id)
+        read = partial(ResponseStore.response, count=counter(scope))
+        return await self._in_stores(read, scope, id)
 
     async def _follow(self, scope: Scope, id: str, starting_after: int | None) -> StoredEvents:
         """Return the events of a background response, of any process."""
@@ -383,8 +394,12 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         namespace = owner_from(scope).namespace
         job = self.jobs.find(BackgroundJob, namespace, id)
 
-        await self._in_store(partial(self.store.events, after=after), scope, id)
-        return StoredEvents(self.store, namespace, id, after, job)
+        def find(store: ResponseStore, namespace: bytes, id: str) -> ResponseStore:
+            store.events(namespace, id, after)
+            return store
+
+        store = await self._in_stores(find, scope, id)
+        return StoredEvents(store, namespace, id, after, job)
 
     @Operation(
         "GET /v1/responses/{id}/input_items",
@@ -396,10 +411,10 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         scope, id = request.scope, request.path_params["id"]
         page = convert(dict(request.query_params), Page, strict=False)
 
-        def read(namespace: bytes, id: str) -> bytes:
-            return page.encode(self.store.get(namespace, id, counter(scope)).input)
+        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
+            return page.encode(store.get(namespace, id, counter(scope)).input)
 
-        return await self._in_store(read, scope, id)
+        return await self._in_stores(read, scope, id)
 
     @Operation(
         "POST /v1/responses/{id}/cancel", "Cancel a background response", Response, errors=[400]
@@ -408,14 +423,14 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         scope, id = request.scope, request.path_params["id"]
         await self._cancel(owner_from(scope), id)
 
-        def read(namespace: bytes, id: str) -> bytes:
-            content = self.store.response(namespace, id, counter(scope))
+        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
+            content = store.response(namespace, id, counter(scope))
             if not orjson.loads(content)["background"]:
                 reason = "only a response with background: true can be cancelled"
                 raise InvalidInput.at("id", reason)
             return content
 
-        return await self._in_store(read, scope, id)
+        return await self._in_stores(read, scope, id)
 
     async def _cancel(self, owner: Owner, id: str) -> None:
         """Cancel a background response of any process, if there is one, and wait for its end."""
@@ -430,18 +445,21 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
                 raise Draining("the server is stopping", 5)
             await asyncio.sleep(POLL_S)
 
-    async def _in_store(self, work: Callable[[bytes, str], T], scope: Scope, id: str) -> T:
+    async def _in_stores(
+        self, work: Callable[[ResponseStore, bytes, str], T], scope: Scope, id: str
+    ) -> T:
         """Return the result of `work`, which runs in a pool thread."""
+        namespace = owner_from(scope).namespace
 
-        def run() -> T:
-            result = work(owner_from(scope).namespace, id)
+        def run(store: ResponseStore) -> T:
+            result = work(store, namespace, id)
             return_memory(scope)
             return result
 
-        try:
-            return await in_store(run)
-        except NotStored:
-            raise not_found(id, "stored response", "id") from None
+        for store in (self.fallback_store, self.store):
+            with contextlib.suppress(NotStored), refusing_disk_errors():
+                return await run_sync(run, store)
+        raise not_found(id, "stored response", "id")
 
 
 @Operation(
