@@ -36,6 +36,7 @@ from server.core.settings import (
     is_folder,
     parse_adapters,
     parse_models,
+    refusing,
     split_entries,
     split_entry,
 )
@@ -124,15 +125,11 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     if (file := settings.chat_template) != "auto":
         if settings.chat_model == "none":
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: there is no CHAT_MODEL for it")
-        try:
+        with refusing(f"CHAT_TEMPLATE={file!r}", UnusableTemplate):
             read_template(file)
-        except UnusableTemplate as error:
-            raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
     if (file := settings.decision_config) not in ("auto", "none"):
-        try:
+        with refusing(f"DECISION_CONFIG={file!r}", UnusableDecisionConfig):
             load_decision_config(file, "")
-        except UnusableDecisionConfig as error:
-            raise SettingsError(f"DECISION_CONFIG={file!r}: {error}") from None
     read_object("CHAT_TEMPLATE_KWARGS", settings.chat_template_kwargs)
     if (folder := settings.voices_dir) != "none" and not is_folder(folder):
         raise SettingsError(f"VOICES_DIR={folder!r}: there is no such folder")
@@ -154,12 +151,10 @@ def read_object(name: str, text: str) -> dict[str, Any]:
 def check_sampling_defaults(name: str, text: str) -> None:
     """Raise SettingsError for values that a request's fields do not accept."""
     document, known = read_object(name, text), ", ".join(SAMPLING_FIELDS)
-    try:
+    with refusing(f"{name}={text!r}", InvalidInput):
         for field in document.keys() - SAMPLING_FIELDS:
             raise InvalidInput(f"{field!r} is no sampling parameter, only {known}")
         convert(document, GenerationRequest)
-    except InvalidInput as error:
-        raise SettingsError(f"{name}={text!r}: {error}") from None
 
 
 def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
@@ -167,10 +162,8 @@ def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
     that cannot be used."""
     if (folder := settings.kv_cache_dir) == "none":
         return None
-    try:
+    with refusing(f"KV_CACHE_DIR={folder!r}", FolderIsOpen, OSError):
         return open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
-    except (FolderIsOpen, OSError) as error:
-        raise SettingsError(f"KV_CACHE_DIR={folder!r}: {error}") from None
 
 
 def check_adapters(settings: Settings) -> None:
@@ -184,10 +177,8 @@ def check_adapters(settings: Settings) -> None:
             raise SettingsError(f"{where}: there is no CHAT_MODEL for it")
         if root == "none":
             raise SettingsError(f"{where}: set LORA_DIR to the folder of all adapters")
-        try:
+        with refusing(where, InvalidAdapter):
             adapter_folder(root, reference.path)
-        except InvalidAdapter as error:
-            raise SettingsError(f"{where}: {error}") from None
 
 
 def check_setting(name: str, settings: Settings) -> None:
@@ -284,30 +275,15 @@ def check_hub(settings: Settings) -> None:
             path = reference.path
             if path == "demo" or is_path(path) or split_file(path)[1]:
                 continue
-            try:
-                missing = all(not _has_file(path, config) for config in CONFIGS)
-            except Exception as error:  # of the hub
-                raise SettingsError(f"{name.upper()}={path!r}: {load_error(error)}") from None
-            if missing:
-                raise SettingsError(f"{name.upper()}={path!r}: {_hub_problem(path)}")
+            where = f"{name.upper()}={path!r}"
+            if all(_read_json(where, path, config) is None for config in CONFIGS):
+                raise SettingsError(f"{where}: {_hub_problem(path)}")
 
 
 def _hub_problem(model: str) -> str:
     """Return why a hub model has no configuration."""
     files = file_sizes(model)
     return config_problem(files) if files else "it has no config.json"
-
-
-def _has_file(model: str, name: str) -> bool:
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        download(model, name)
-    except LocalEntryNotFoundError:
-        raise
-    except EntryNotFoundError:
-        return False
-    return True
 
 
 def check_workers(flag: str | None = None) -> None:
@@ -444,8 +420,9 @@ def setting_for(model: str) -> str:
     """Return the setting that a checkpoint is for."""
     if split_file(model)[1]:
         return "chat_model"
-    config = _read_json(model, "config.json")
-    if modules := _read_json(model, "modules.json"):  # of sentence-transformers
+    where = f"MODEL={model!r}"
+    config = _read_json(where, model, "config.json")
+    if modules := _read_json(where, model, "modules.json"):  # of sentence-transformers
         kinds = [str(module.get("type")) for module in modules]
         if any(kind.endswith("LogitScore") for kind in kinds):
             return "rerank_model"
@@ -453,7 +430,7 @@ def setting_for(model: str) -> str:
             return "embedding_model"
     if config is None:
         problem = "it has no config.json" if is_path(model) else _hub_problem(model)
-        raise SettingsError(f"MODEL={model!r}: {problem}")
+        raise SettingsError(f"{where}: {problem}")
     [task] = tasks_of(config)[:1] or [""]
     setting = SETTING_BY_TASK.get(task, "pipeline_model")
     names = architectures(config)
@@ -463,8 +440,9 @@ def setting_for(model: str) -> str:
     return setting
 
 
-def _read_json(model: str, name: str) -> Any:
-    """Return a file's JSON; None if the checkpoint has no such file."""
+def _read_json(where: str, model: str, name: str) -> Any:
+    """Return a file's JSON; None if the checkpoint has no such file. Raises SettingsError, which
+    begins with `where`."""
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
@@ -473,9 +451,9 @@ def _read_json(model: str, name: str) -> Any:
     except LocalEntryNotFoundError as error:  # offline: the file may or may not exist
         if name != "config.json":
             return None
-        problem = f"there is no such folder; {load_error(error)}"
+        problem = load_error(error)
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except Exception as error:  # of the hub, the file or its content
         problem = f"its {name} cannot be read: {load_error(error)}"
-    raise SettingsError(f"MODEL={model!r}: {problem}")
+    raise SettingsError(f"{where}: {problem}")

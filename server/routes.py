@@ -45,7 +45,7 @@ from server.apis.pipeline.endpoint import (
 )
 from server.apis.pipeline.predict import PREDICT, PredictParser
 from server.core.metrics import metrics
-from server.core.settings import Settings, SettingsError
+from server.core.settings import Settings, SettingsError, refusing
 from server.core.worker_client import WorkerClient
 from server.entries import ModelEntry
 from server.http.debug import debug_queue, load, reset_prefix_cache
@@ -238,18 +238,14 @@ def open_database(settings: Settings, jobs: JobRunner) -> Database | None:
 
 def open_store(settings: Settings, database: Database | None) -> ResponseStore:
     name = "STORE" if database else f"RESPONSES_DB={settings.responses_db!r}"
-    try:
+    with refusing(name, NewerSchema, OSError, sqlite3.Error):
         own = database or SqliteDatabase(settings.responses_db)
         return ResponseStore(own, ttl_s=settings.responses_ttl_s)
-    except (NewerSchema, OSError, sqlite3.Error) as error:
-        raise SettingsError(f"{name}: {error}") from None
 
 
 def open_batches(settings: Settings, database: Database | None) -> BatchStore:
     max_bytes = int(settings.batch_dir_gb * 1e9)
     of_a_key = max_bytes // 2 if settings.has_keys else max_bytes
-    try:
+    name = "STORE" if database else f"BATCH_DIR={settings.batch_dir!r}"
+    with refusing(name, NewerSchema, OSError, sqlite3.Error):
         return BatchStore(database or open_folder(settings.batch_dir), max_bytes, of_a_key)
-    except (NewerSchema, OSError, sqlite3.Error) as error:
-        name = "STORE" if database else f"BATCH_DIR={settings.batch_dir!r}"
-        raise SettingsError(f"{name}: {error}") from None

@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from io import StringIO
@@ -42,6 +43,15 @@ GGUF_NAME = re.compile(r"([^:@]+)(@[^:@]+)?:([^:@]+\.gguf)(@.+)?")  # as in tran
 
 class SettingsError(ValueError):
     """The message names the setting and what it accepts."""
+
+
+@contextmanager
+def refusing(where: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise SettingsError, which begins with `where`, for errors of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        raise SettingsError(f"{where}: {error}") from None
 
 
 def setting(
@@ -473,10 +483,8 @@ def read_models(file: str) -> dict[str, str]:
 def read_toml(file: str, where: str) -> dict[str, Any]:
     """Return the document in a file. Raises SettingsError, which begins with `where`."""
     text = _read_text(file, where)
-    try:
+    with refusing(where, ValueError, RecursionError):
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{where}: {error}") from None
 
 
 def _read_text(file: str, where: str) -> str:
@@ -496,10 +504,8 @@ def load_env_file(file: str) -> None:
     text = _read_text(file, file)
     for name, guess in misspelled(dotenv_values(stream=StringIO(text))):
         raise SettingsError(f"{name} in {file} is not a setting; did you mean {guess}?")
-    try:
+    with refusing(file, ValueError):  # of the operating system, for a name or value
         load_dotenv(stream=StringIO(text))
-    except ValueError as error:  # of the operating system, for a name or value
-        raise SettingsError(f"{file}: {error}") from None
 
 
 def _entry_of(where: str, entry: object, main: str) -> str:

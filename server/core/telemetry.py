@@ -9,7 +9,6 @@ of GenAI are of the semantic conventions, which are in development; the engine's
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
@@ -77,12 +76,11 @@ class Telemetry:
         per_token = in_seconds | {"explicit_bucket_boundaries_advisory": TOKEN_SECONDS}
         self._per_token = meter.create_histogram(PER_TOKEN, **per_token)
         self._step = meter.create_histogram(STEP, **per_token)
-        # The instruments below are read once per export: setting each in every step takes long.
+        self._tokens = meter.create_counter(TOKENS, "{token}")
+        # The gauges are read once per export: setting each in every step takes long.
         self._last_steps: dict[str, StepReport] = {}  # by model
-        self._token_counts = Counter[tuple[str, str]]()  # by model and kind
         for field, name in GAUGES.items():
             meter.create_observable_gauge(name, [partial(self._observe_last_steps, field)])
-        meter.create_observable_counter(TOKENS, [self._observe_tokens], unit="{token}")
         metrics.observer, metrics.max_reports = self._record_report, 1  # without delay
 
     def record_request(self, scope: Scope, path: str, ended: float) -> None:
@@ -138,19 +136,12 @@ class Telemetry:
         if isinstance(report, StepReport):
             self._last_steps[model] = report
             for field, kind in TOKEN_KINDS.items():
-                self._token_counts[model, kind] += getattr(report, field)
+                if count := getattr(report, field):
+                    self._tokens.add(count, {MODEL: model, "onequeue.token.kind": kind})
 
     def _observe_last_steps(self, field: str, _: CallbackOptions) -> list[Observation]:
         steps = self._last_steps.copy()
         return [Observation(getattr(step, field), {MODEL: model}) for model, step in steps.items()]
-
-    def _observe_tokens(self, _: CallbackOptions) -> list[Observation]:
-        counts = self._token_counts.copy()
-        return [
-            Observation(count, {MODEL: model, "onequeue.token.kind": kind})
-            for (model, kind), count in counts.items()
-            if count
-        ]
 
     def shutdown(self) -> None:
         """Send the last spans and metrics, for at most SHUTDOWN_S: the exporters retry for longer,

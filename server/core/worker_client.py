@@ -435,6 +435,9 @@ class Deadlines:
     idle_s: float = math.inf  # the longest time without progress after the first step
 
 
+NO_DEADLINES = Deadlines(math.inf, math.inf)
+
+
 class IncomingRequest(NamedTuple):
     """A request as its endpoint gets it. `receive` is None where no client may disconnect."""
 

@@ -16,6 +16,7 @@ from functools import partial
 from json import JSONDecoder
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import anyio
 from starlette.types import Receive, Scope, Send
 
 from batching.batcher import WINDOW_BATCHES
@@ -134,39 +135,33 @@ class LineStream(Generic[P]):
         self.next_line = 1  # the first one that is not accepted
         self.invalid = 0  # lines in a row that are not JSON
         self.ended = False  # no more lines are accepted
-        self.finished = False  # all answers have been passed on
-
         self.end_error: Exception | None = None
+        self.reading = anyio.CancelScope()
         self.added = asyncio.Event()  # a line is pending, or none follows
         self.answered = asyncio.Event()  # a line is pending no more
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.reading = loop.create_task(self._read())
-        self.lost: asyncio.Future[None] = loop.create_future()
-        tasks = [self.reading, self.lost, loop.create_task(self.response.run())]
-        tasks.append(loop.create_task(self._answer()))
-        self.transfer.on_lost = self._on_lost
+        is_complete = False
         self.worker_client.on_drain.add(self._on_drain)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                if task.done() and not task.cancelled() and (error := task.exception()):
-                    raise error
-            await self.response.finish()
+            async with anyio.create_task_group() as tasks:
+                self.transfer.on_lost = tasks.cancel_scope.cancel
+                tasks.start_soon(self._read)
+                tasks.start_soon(self._answer)
+                await self.response.run()
+                is_complete = True
+                tasks.cancel_scope.cancel()  # the rest of the body is not read
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         finally:
             self.worker_client.on_drain.discard(self._on_drain)
             self.transfer.on_lost = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for line in self.pending:
                 self._release(line)
             self.response.discard()
-
-    def _on_lost(self) -> None:
-        if not self.lost.done():
-            self.lost.set_exception(ClientGone("the client has disconnected"))
+        if not is_complete:
+            raise ClientGone("the client has disconnected")
+        await self.response.finish()
 
     def _on_drain(self) -> None:
         """Accept no more lines; those that are pending are answered."""
@@ -179,25 +174,23 @@ class LineStream(Generic[P]):
     async def _read(self) -> None:
         """Accept the lines of the body, then wait for a disconnect. Raises ClientGone."""
         try:
-            more = True
-            while more:
-                until = time.monotonic() + self.settings.body_timeout_s
-                chunk, more = await receive_until(self.receive, self.transfer, until)
-                if not more:
-                    self.response.end_body()
-                for line in self.lines.feed(chunk):
+            with self.reading:
+                more = True
+                while more:
+                    until = time.monotonic() + self.settings.body_timeout_s
+                    chunk, more = await receive_until(self.receive, self.transfer, until)
+                    if not more:
+                        self.response.end_body()
+                    for line in self.lines.feed(chunk):
+                        await self._accept(line)
+                    await self._hold()
+                for line in self.lines.finish():
                     await self._accept(line)
-                await self._hold()
-            for line in self.lines.finish():
-                await self._accept(line)
-            self._end(None)
+                self._end(None)
         except ClientGone:
             raise
         except (HttpError, Refused) as error:
             self._end(error)
-        except asyncio.CancelledError:
-            if self.finished or not self.ended:  # else by a drain
-                raise
         # Drop the rest: some clients read the answers only after they have sent everything.
         while (await self.receive())["type"] != "http.disconnect":
             pass
@@ -299,9 +292,6 @@ class LineStream(Generic[P]):
         if self.end_error:
             await self.response.put(self._error_line(self.end_error, self.next_line) + b"\n")
         self.response.close()
-        self.finished = True
-        self.reading.cancel()
-        self.lost.cancel()
 
     async def _content(self, line: PendingLine[P]) -> bytes:
         try:

@@ -192,13 +192,13 @@ def test_processes_that_die_together_are_one_crash(opened: Callable[[], BatchSto
 def test_a_process_that_stops_reads_on_what_others_cancel() -> None:
     record = SimpleNamespace(job=SimpleNamespace(id="batch_1", status="cancelling"))
     jobs: Any = SimpleNamespace(
-        worker_client=None, stores=[], on_start=[], on_poll=[], is_stopping=True
+        worker_client=None, jobs={}, stores=[], on_start=[], on_poll=[], is_stopping=True
     )
     store: Any = SimpleNamespace(unfinished=lambda: [record])
     runner = BatchRunner(jobs, store, {})
     [poll] = jobs.on_poll
     anyio.run(poll)
-    assert runner.batches == {}
+    assert runner.batches == []
 
 
 def test_each_line_has_one_result(opened: Callable[[], BatchStore]) -> None:

@@ -24,6 +24,7 @@ from worker.model.loading import LoadingFailed
 log = logging.getLogger("onequeue.generation_config")
 
 FILE = "generation_config.json"
+FIELDS = frozenset(vars(GenerationConfig()))  # type: ignore[no-untyped-call]
 MAX_TOKEN_ID = 1 << 62  # of any vocabulary
 MAX_FLOAT = sys.float_info.max  # without infinity
 Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]

@@ -104,25 +104,13 @@ REPLACEMENTS = {
     "use_beam_search": "n",
 }
 ZERO, ONE = (0, 0.0), (1, 1.0)
-# Fields of a `generation_config`. Those with an effect are checked by the worker.
-_CONFIG_FIELDS = """
-    _from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
-    assistant_lookbehind bad_words_ids begin_suppress_tokens bos_token_id cache_config
-    cache_implementation compile_config constraints continuous_batching_config
-    decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers early_stopping
-    encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
-    exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id
-    guidance_scale is_assistant length_penalty low_memory max_cache_len max_length
-    max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p
-    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
-    num_beams num_return_sequences output_attentions output_hidden_states output_logits
-    output_scores pad_token_id penalty_alpha prefill_chunk_size prompt_lookup_num_tokens
-    remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
-    sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature
-    token_healing top_h top_k top_p transformers_version typical_p use_cache use_mtp
-    watermarking_config
-"""
-CONFIG_FIELDS = frozenset(_CONFIG_FIELDS.split())
+
+
+def config_fields() -> frozenset[str]:
+    """Return the fields of a `generation_config`; the worker checks those with an effect."""
+    from worker.model.generation_config import FIELDS  # has been imported with the model
+
+    return FIELDS
 
 
 class GenerationRequest(Struct, kw_only=True):
@@ -269,7 +257,7 @@ class GenerationRequest(Struct, kw_only=True):
         """Return the model's input; `fields` are those that this class does not set."""
         if self.logprob_token_ids and logprobs is None:
             raise InvalidInput.at("logprob_token_ids", "requires log-probabilities")
-        config = {name: value for name, value in self.config().items() if name in CONFIG_FIELDS}
+        config = {name: value for name, value in self.config().items() if name in config_fields()}
         size = self.no_repeat_ngram_size
         if size is None and self.vllm_xargs:
             size = self.vllm_xargs.no_repeat_ngram_size
@@ -367,7 +355,7 @@ def decode(
         if template and not scope["app"].settings.trust_request_chat_template:
             reason = "is refused: its text is code, and TRUST_REQUEST_CHAT_TEMPLATE is off"
             raise InvalidInput.at("chat_template", reason)
-        unknown = request.config().keys() - CONFIG_FIELDS
+        unknown = (name for name in request.config() if name not in config_fields())
         ignore_fields((f"generation_config.{name}" for name in unknown), scope)
     return request
 

@@ -3,7 +3,6 @@
 upload (http/upload.py) → store.py → content, in pieces, at the client's pace
 """
 
-import asyncio
 from typing import Annotated, Literal
 
 from anyio import CapacityLimiter
@@ -13,10 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches.store import CHUNK_BYTES, KEPT_S, BatchStore
-from server.apis.openai.media import raise_when_gone
+from server.apis.openai.media import while_connected
 from server.apis.openai.request_fields import convert
 from server.apis.openai.response_schemas import Deleted, FileList, FileObject
 from server.apis.openai.store import ListPage, in_store, storage_namespace
+from server.core.worker_client import NO_DEADLINES, IncomingRequest
 from server.http.form import FILE, Form
 from server.http.json import Document
 from server.http.operation import FORM, Operation, OperationRoute, routes_of
@@ -139,21 +139,19 @@ class FileContent:
         file = await in_store(self.store.file, namespace_of(scope), id, limiter=threads)
         # a piece in the connection's buffer, and one that waits for room in it
         scope["app"].count_body(scope, min(file.bytes, 2 * CHUNK_BYTES))
-        next_piece, sent = self.store.next_piece, 0
+        next_piece = self.store.next_piece
         piece = await in_store(next_piece, id, 0, limiter=threads)  # before the response begins
-        # uvicorn's `send` says nothing about a client that has gone
-        gone = asyncio.create_task(raise_when_gone(receive))
-        try:
+
+        async def send_pieces(piece: bytes, sent: int) -> None:
             headers = [(b"content-type", b"application/octet-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while piece and not gone.done():
+            while piece:
                 message = {"type": "http.response.body", "body": piece, "more_body": True}
                 await send_at_pace(send, scope["transfer"], message)
                 sent += len(piece)
                 piece = await in_store(next_piece, id, sent, limiter=threads)
-            if gone.done():
-                gone.result()
             await send({"type": "http.response.body", "body": b""})
-        finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+
+        # uvicorn's `send` says nothing about a client that has gone
+        incoming = IncomingRequest(scope, receive, NO_DEADLINES)
+        await while_connected(incoming, [send_pieces(piece, 0)], "")

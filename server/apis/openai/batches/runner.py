@@ -17,8 +17,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import anyio
+from anyio.abc import TaskGroup
 from anyio.to_thread import run_sync
 from msgspec import Raw, Struct, ValidationError
 from msgspec.json import decode
@@ -100,13 +102,10 @@ class LineOutput(Struct):
 class CapturedResponse:
     """The `send` of a line: keeps the response."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: PendingInput, custom_id: str, request_id: str) -> None:
+        self.line, self.custom_id, self.request_id = line, custom_id, request_id
         self.status = 0
         self.parts: list[bytes] = []
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.parts))
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -114,19 +113,11 @@ class CapturedResponse:
         else:
             self.parts.append(message.get("body", b""))
 
-
-class FinishedLine(NamedTuple):
-    position: int
-    size: int
-    custom_id: str
-    request_id: str
-    response: CapturedResponse
-
     def result(self) -> LineResult:
         """Return the line of the output or the error file."""
-        content = b"".join(self.response.parts)
-        response = LineResponse(self.response.status, self.request_id, Raw(content))
-        result = line_result(self.position, self.custom_id, response, None)
+        content = b"".join(self.parts)
+        response = LineResponse(self.status, self.request_id, Raw(content))
+        result = line_result(self.line.position, self.custom_id, response, None)
         try:
             summary = decode(content, type=LineSummary)
         except ValidationError:  # a list, or a pipeline's own object
@@ -152,12 +143,16 @@ class BatchRunner:
         self.store = store
         self.endpoints = endpoints  # by path
         self.check_turn = asyncio.Lock()  # one input file is checked at a time
-        self.batches: dict[str, BatchTask] = {}  # by id
         self._waiting: dict[BatchTask, asyncio.Future[None]] = {}  # for a turn
         self._turns = count(1)
         jobs.stores.append(store)
         jobs.on_start.append(self._start)
         jobs.on_poll.append(self._poll)
+
+    @property
+    def batches(self) -> "list[BatchTask]":
+        """The batches that have not ended."""
+        return [job for job in self.jobs.jobs.values() if isinstance(job, BatchTask)]
 
     def _start(self) -> None:
         self.app = self.jobs.app
@@ -172,9 +167,9 @@ class BatchRunner:
             return
         for record in records:
             self.add(record)
-            batch = self.batches.get(record.job.id)  # none if this process stops
-            if batch and record.job.status == "cancelling":
-                batch.abort()
+            job = self.jobs.jobs.get(record.job.id)  # none if this process stops
+            if job and record.job.status == "cancelling":
+                job.abort()
 
     def find_key(self, namespace: bytes) -> ApiKey | None:
         """Return the key that a batch was created with; None if it is not valid any more."""
@@ -183,25 +178,22 @@ class BatchRunner:
 
     def add(self, record: BatchRecord) -> None:
         """Run a batch when it is its client's oldest one."""
-        if record.job.id not in self.batches and not self.jobs.is_stopping:
+        if record.job.id not in self.jobs.jobs and not self.jobs.is_stopping:
             batch = BatchTask(self, record)
-            self.batches[batch.id] = batch
             self.jobs.run(batch)
-
-    def remove(self, batch: "BatchTask") -> None:
-        del self.batches[batch.id]
-        self._wake()
-        self.pass_turns()
+            batch.task.add_done_callback(lambda _: self._wake())
 
     def _wake(self) -> None:
-        for batch in self.batches.values():
+        """Let the batches look again whether they may run, and start lines."""
+        for batch in self.batches:
             batch.changed.set()
+        self.pass_turns()
 
     def may_run(self, batch: "BatchTask") -> bool:
         loaded, client = self.worker_client.loaded, batch.context.client
         if not loaded.done() or loaded.cancelled() or loaded.exception():
             return False
-        others = [other for other in self.batches.values() if other.context.client == client]
+        others = [other for other in self.batches if other.context.client == client]
         oldest = min(others, key=lambda other: other.record.number)
         return batch is oldest or batch.end is not None
 
@@ -218,7 +210,7 @@ class BatchRunner:
     def pass_turns(self) -> None:
         """Let batches start lines while the window, and the memory of one body, has room. Next is
         the batch with the fewest lines in flight, of these the one whose last turn was first."""
-        batches = self.batches.values()
+        batches = self.batches
         while self._waiting:
             batch = min(self._waiting, key=lambda batch: (batch.in_flight, batch.last_turn))
             in_flight = sum(batch.in_flight for batch in batches)
@@ -248,10 +240,10 @@ class BatchTask(StoredJob):
         self.changed = asyncio.Event()  # it may run, or is interrupted
         self.last_turn = self.next_size = 0
         self.in_flight = self.bytes = 0  # of lines without a stored result
-        self._serving: asyncio.Task[None] | None = None  # starts lines, and ends with them
-        self._finished: list[FinishedLine] = []  # their results are not stored yet
-        self._filled = asyncio.Event()  # there are some, or all lines have ended
-        self._all_ended = False
+        self._serving: anyio.CancelScope | None = None  # of the lines
+        self._line_ended = asyncio.Event()
+        self._finished: list[CapturedResponse] = []  # their results are not stored yet
+        self._storing = asyncio.Lock()
         left_s = max(0.0, record.job.expires_at - time.time())
         self.expires = time.monotonic() + left_s
         self._timer = asyncio.get_running_loop().call_later(left_s, self._end_early, "expired")
@@ -288,7 +280,6 @@ class BatchTask(StoredJob):
                 await self._finish("failed", [BatchError("server_error", "internal server error")])
         finally:
             self._timer.cancel()
-            self.runner.remove(self)
 
     async def _try(self) -> float | None:
         """Run the batch. Return None if it has ended, else the time until the next attempt: other
@@ -398,39 +389,31 @@ class BatchTask(StoredJob):
     async def _serve_lines(self) -> None:
         """Run lines without a result until the batch is interrupted, or none is left to claim."""
         self.endpoint = self.runner.endpoints[self.record.job.endpoint]
-        self._finished, self._all_ended = [], False
         self._to_start: deque[PendingInput] = deque()
-        self._retry_at = 0.0
-        self._serving = asyncio.create_task(self._start_lines())
-        writer = asyncio.create_task(self._store_results())
-        await asyncio.wait([self._serving, writer], return_when=asyncio.FIRST_COMPLETED)
-        self._serving.cancel()
-        [failure] = await asyncio.gather(self._serving, return_exceptions=True)
-        self._all_ended = True
-        self._filled.set()
-        [writer_failure] = await asyncio.gather(writer, return_exceptions=True)
-        self.in_flight = self.bytes = 0
-        self.runner.pass_turns()
-        if writer_failure:
-            raise writer_failure
-        if isinstance(failure, BaseExceptionGroup):
-            raise failure.exceptions[0]
+        self._finished, self._retry_at = [], 0.0
+        try:
+            async with anyio.create_task_group() as lines:
+                self._serving = lines.cancel_scope
+                await self._start_lines(lines)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self.in_flight = self.bytes = 0
+            self.runner.pass_turns()
 
-    async def _start_lines(self) -> None:
+    async def _start_lines(self, lines: TaskGroup) -> None:
         """Start each line without a result in its turn, until all have ended."""
-        to_start, lines = self._to_start, set[asyncio.Task[None]]()
-        async with asyncio.TaskGroup() as group:
-            while True:
-                if not to_start:
-                    to_start += await run_sync(self.store.claim, self.record, CLAIMED_LINES)
-                if to_start:
-                    await self._wait_for_turn(to_start[0].size)
-                    lines.add(task := group.create_task(self._serve_line(to_start.popleft())))
-                    task.add_done_callback(lines.discard)
-                elif lines:  # they may be refused
-                    await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
-                else:
-                    return
+        while True:
+            if not self._to_start:
+                self._to_start += await run_sync(self.store.claim, self.record, CLAIMED_LINES)
+            if self._to_start:
+                await self._wait_for_turn(self._to_start[0].size)
+                lines.start_soon(self._serve_line, self._to_start.popleft())
+            elif self.in_flight:  # they may be refused
+                self._line_ended.clear()
+                await self._line_ended.wait()
+            else:
+                return
 
     async def _wait_for_turn(self, size: int) -> None:
         """Wait until a line may start. One that cannot start takes no turn."""
@@ -442,12 +425,12 @@ class BatchTask(StoredJob):
         await self.runner.take_turn(self, size)
 
     async def _serve_line(self, line: PendingInput) -> None:
-        """Run a line. One that is refused is started again later."""
+        """Run a line, and store its result. One that is refused is started again later."""
         request_id = f"{self.id}-{line.number}"
         custom_id, body = await run_sync(self._read_line, line)
-        scope = self._scope(request_id)
+        scope, response = self._scope(request_id), CapturedResponse(line, custom_id, request_id)
         try:
-            response = await self._respond(scope, body)
+            await self._respond(scope, body, response)
         except (Refused, ClientGone) as refusal:
             wait_s = min(refusal.retry_after_s or 1.0, RETRY_S)
             self._retry_at = time.monotonic() + wait_s
@@ -456,16 +439,24 @@ class BatchTask(StoredJob):
             return
         finally:
             self.runner.app.memory.release(scope["transfer"])
-        self.runner.window.record(response.size)
-        self._finished.append(
-            FinishedLine(line.position, line.size, custom_id, request_id, response)
-        )
-        self._filled.set()
+        self.runner.window.record(sum(map(len, response.parts)))
+        self._finished.append(response)
+        async with self._storing:  # with the results that have come meanwhile
+            if finished := self._finished:
+                self._finished = []
+                results = await run_sync(self._append, finished)
+                self._end_turns([response.line.size for response in finished])
+                self._count(results)
+
+    def _append(self, finished: Sequence[CapturedResponse]) -> list[LineResult]:
+        """Store the results of lines. In a pool thread."""
+        return self.store.append(self.record, [response.result() for response in finished])
 
     def _end_turns(self, sizes: Sequence[int]) -> None:
         """Count lines in flight no more."""
         self.in_flight -= len(sizes)
         self.bytes -= sum(sizes)
+        self._line_ended.set()
         self.runner.pass_turns()
 
     def _scope(self, request_id: str) -> Scope:
@@ -483,9 +474,8 @@ class BatchTask(StoredJob):
             "client": (self.record.address, 0),
         }
 
-    async def _respond(self, scope: Scope, body: bytes) -> CapturedResponse:
-        """Return the response to a line's request. Raises a Refused."""
-        response = CapturedResponse()
+    async def _respond(self, scope: Scope, body: bytes, response: CapturedResponse) -> None:
+        """Have the endpoint respond to a line. Raises a Refused."""
         deadlines = Deadlines(self.expires + RETRY_S, self.expires + RETRY_S)
         incoming = IncomingRequest(scope, None, deadlines)
         try:
@@ -498,24 +488,6 @@ class BatchTask(StoredJob):
             failure = count_failure(error, scope)
             response.status = failure.status
             response.parts = [to_json(error_document(failure, scope))]
-        return response
-
-    async def _store_results(self) -> None:
-        """Store results as they come, together where several wait, until all lines have ended."""
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            if finished := self._finished:
-                self._finished = []
-                results = await run_sync(self._append, finished)
-                self._end_turns([line.size for line in finished])
-                self._count(results)
-            if self._all_ended and not self._finished:
-                return
-
-    def _append(self, finished: Sequence[FinishedLine]) -> list[LineResult]:
-        """Store the results of lines. In a pool thread."""
-        return self.store.append(self.record, [line.result() for line in finished])
 
     def _count(self, results: Sequence[LineResult]) -> None:
         metric = self.runner.app.metrics.batch_lines

@@ -13,8 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput, QueueFull
+from server.apis.openai.media import while_connected
 from server.apis.openai.responses.store import NotStored, ResponseStore
 from server.apis.openai.store import in_store
+from server.core.worker_client import NO_DEADLINES, IncomingRequest
 from server.http.json import Header
 from server.http.request import Application
 from server.http.sse import COMMENT, EventStream
@@ -46,24 +48,23 @@ class StoredEvents(Response):
         self.store, self.namespace, self.id, self.after = store, namespace, id, after
         self.job, self.extra_headers = job, headers
         self.added = asyncio.Event()
-        self.is_idle = self.client_gone = False
+        self.is_idle = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         readers = self.job.readers if self.job else set()
         readers.add(self.added)
-        watching = asyncio.create_task(self._watch(receive))
+        stream = EventStream(scope, send, self._on_idle, self.extra_headers)
+        incoming = IncomingRequest(scope, receive, NO_DEADLINES)
         try:
-            stream = EventStream(scope, send, self._on_idle, self.extra_headers)
-            await stream.run(self._events(scope))
+            await while_connected(incoming, [stream.run(self._events(scope))], "")
         finally:
-            watching.cancel()
             readers.discard(self.added)
 
     async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
         """Yield events until the last one, until the response is deleted, or until this server
         stops while another process generates it."""
         app: Application = scope["app"]
-        while not self.client_gone and (self.job or not app.worker_client.terminating):
+        while self.job or not app.worker_client.terminating:
             self.added.clear()
             read = self.store.events, self.namespace, self.id, self.after
             try:
@@ -93,10 +94,4 @@ class StoredEvents(Response):
 
     def _on_idle(self) -> None:
         self.is_idle = True
-        self.added.set()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.client_gone = True
         self.added.set()
