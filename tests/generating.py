@@ -41,7 +41,6 @@ ORDINARY = range(6, 300)  # ids of tokens that are not special
 
 @cache
 def loaded(model: str) -> GenerationEngine:
-    tiny_decoders.skip_where_capping_is_ignored(model)
     options = GeneratorOptions(
         str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
     )

@@ -337,8 +337,6 @@ CACHED = [
     ),
 )
 def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_media: bool) -> None:
-    if model == "mllama" and tiny_multimodal.hf.__version__.startswith("5.17."):
-        pytest.skip("its cache does not work with images in this version of transformers")
     generator = unpaged(model)
     runner = generator.runner
     assert isinstance(runner, MultimodalCachedRunner)
