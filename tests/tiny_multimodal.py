@@ -301,3 +301,4 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "mllama": mllama,
     "paddleocr-vl": paddleocr_vl,
 }
+FAMILIES = [*BUILDERS]  # those with images
