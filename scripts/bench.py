@@ -2,10 +2,9 @@
 """Compare this server with its alternatives in one run on one machine.
 
     bench.py http                      a model that takes no time, beside a bare route (needs wrk)
-    bench.py direct   --model PATH     one client, beside the pipeline called in a loop
     bench.py pipeline --model PATH     1, 16 and 64 clients, beside the server of transformers'
                                        documentation, LitServe and Mosec (scripts/peers/).
-                                       Servers: docs litserve mosec
+                                       Servers: docs litserve mosec in-process
     bench.py generation --model PATH   streaming chats, beside vLLM, transformers serve and
                                        llama.cpp. Servers: vllm transformers llama:GGUF
     bench.py perplexity --model PATH   of one text, by each onequeue
@@ -329,10 +328,6 @@ def rates(server: Server, load: Load, arguments: Arguments) -> Figures:
     }
 
 
-def latencies(server: Server, load: Load, arguments: Arguments) -> Figures:
-    return {"p50_ms": run(server, load, arguments)["latency_ms"]["p50"]}
-
-
 def tokens(server: Server, load: Load, arguments: Arguments) -> Figures:
     """Return tokens/s, their share of the floor, the times to and between tokens, and counts."""
     before = token_counts(server)
@@ -441,13 +436,11 @@ OURS = ["onequeue", "onequeue:QUANTIZATION=int8", "onequeue:QUANTIZATION=int4"]
 PEERS = ["onequeue", "vllm", "transformers"]
 FLOAT32, BFLOAT16 = "onequeue:DTYPE=float32", "onequeue:DTYPE=bfloat16"
 INSTANT = ["instant", "instant:MAX_BATCH_WAIT_MS=0", "bare"]
-DIRECT = [FLOAT32, "in-process"]
 PIPELINES = [FLOAT32, BFLOAT16, "docs", "litserve", "mosec"]
 SPEAKERS = ["onequeue", "plain", "transformers", "in-process"]
 BENCHES = {
     "http": Bench(INSTANT, {}, nothing, wrk),
-    "direct": Bench(DIRECT, FILL_MASK, texts, latencies, (1,), "bert-base", "fill_mask"),
-    "pipeline": Bench(PIPELINES, FILL_MASK, texts, rates, (1, 16, 64), "bert-base"),
+    "pipeline": Bench(PIPELINES, FILL_MASK, texts, rates, (1, 16, 64), "bert-base", "fill_mask"),
     "generation": Bench(PEERS, CHAT, chats, tokens, (1, 8, 16)),
     "perplexity": Bench(OURS, CHAT, nothing, perplexity),
     "vision": Bench(PEERS, CHAT, images, tokens, (1, 8, 16), "smolvlm"),
@@ -455,7 +448,7 @@ BENCHES = {
     "beside": Bench(BOTH, BESIDE, chats_beside, longest_gap, (1,), "whisper-base", "encoder"),
     "embeddings": Bench(BOTH, EMBEDDING, embeddings, rates, (16,), task="embeddings"),
     "rerank": Bench(BOTH, RERANK, reranking, rates, task="rerank"),
-    "decisions": Bench(BOTH, {"CHAT_MODEL": "MODEL"}, decisions, latencies, task="decisions"),
+    "decisions": Bench(BOTH, {"CHAT_MODEL": "MODEL"}, decisions, rates, task="decisions"),
     "host": Bench(["onequeue"], HOST, simulated_chats, host_times, (1, 16, 64, 256, 1024)),
 }
 

@@ -79,6 +79,12 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     )
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Return the event loop of async tests."""
+    return "asyncio"
+
+
 @pytest.fixture(params=matrix([False, True], False), ids=["at once", "ahead"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether a generation engine on the CPU runs steps ahead, as on a GPU. Otherwise it

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,6 +18,7 @@ from batching.fair_share import NO_OWNER
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
+from worker.engines.generation import input_processor
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.input_processor import GenerationItem
 from worker.engines.generation.loading import load_generator, paged_engine
@@ -28,6 +30,7 @@ from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.paged_runner import PagedRunner, StateSlots
+from worker.text.chat_template.template import ChatTemplate
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -41,7 +44,6 @@ ORDINARY = range(6, 300)  # ids of tokens that are not special
 
 @cache
 def loaded(model: str) -> GenerationEngine:
-    tiny_decoders.skip_where_capping_is_ignored(model)
     options = GeneratorOptions(
         str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
     )
@@ -58,6 +60,18 @@ def built(name: str, build: Callable[[], abc.Sequence[Any]]) -> LanguageModel:
     return LanguageModel(name, model.eval(), tokenizer)
 
 
+@cache
+def template_of(tokenizer: Any) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
+
+
+# Probing a template takes as long as a short test: engines of one tokenizer share theirs.
+shares_template = patch.object(
+    input_processor, "ChatTemplate", lambda tokenizer, *_: template_of(tokenizer)
+)
+
+
+@shares_template
 def engine(
     model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256,
     metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,

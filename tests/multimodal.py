@@ -13,7 +13,7 @@ from PIL import Image
 
 from batching.request_queue import WorkItem
 from tests import tiny_multimodal
-from tests.generating import GREEDY, Request, Served
+from tests.generating import GREEDY, Request, Served, shares_template
 from worker.device.self_check import CannotRun
 from worker.engines.generation import loading
 from worker.engines.generation.engine import GenerationEngine
@@ -72,6 +72,7 @@ def loaded(model: str) -> GenerationEngine:
     return load_generator(options)
 
 
+@shares_template
 def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationEngine:
     """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
     known = loaded(model)
@@ -87,7 +88,7 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
 
 @cache
 def unpaged(model: str) -> GenerationEngine:
-    """An engine whose check of paged images has failed."""
+    """An engine whose check of paged media has failed."""
     options = GeneratorOptions(str(tiny_multimodal.folder(model)), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "check_multimodal", fail_check)

@@ -7,18 +7,16 @@ token. The output of these models is meaningless.
 
 import json
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import tiny_multimodal
-from tests.tiny import SMALL, saved
+from tests.tiny import SMALL
 from tests.tiny import hf as hf
 from tests.tiny_decoders import with_random_vectors
 from tests.tiny_multimodal import CONTEXT, TEMPLATE, text
+from tests.tiny_multimodal import folder as folder
 from tests.tiny_tokenizers import llama_tokenizer
 
 MELS = 16
@@ -28,14 +26,6 @@ WHISPER = {
     "num_mel_bins": MELS, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4,
     "encoder_ffn_dim": 64, "max_source_positions": 50 * SECONDS, "initializer_range": 0.5,
 }  # fmt: skip
-
-
-@cache
-def folder(name: str) -> Path:
-    if package := NEEDED.get(name):
-        pytest.importorskip(package)
-    torch.manual_seed(sum(name.encode()))
-    return saved(f"audio-{name}", {**BUILDERS, **REFUSED}[name]())
 
 
 def new_tokenizer(*tokens: str, audio: str, image: str = "IMAGE", **named: str) -> Any:
@@ -104,6 +94,7 @@ def glmasr() -> list[Any]:
 
 
 def granite_speech() -> list[Any]:
+    pytest.importorskip("torchaudio")
     tokenizer = new_tokenizer("<|audio|>", audio="<|audio|>")
     config = hf.GraniteSpeechConfig(
         encoder_config={
@@ -220,8 +211,6 @@ def voxtral() -> list[Any]:
     return [model, hf.VoxtralProcessor(mels(), tokenizer)]
 
 
-# Packages that the feature extractors of families need.
-NEEDED = {"granite_speech": "torchaudio"}
 REFUSED: dict[str, Callable[[], list[Any]]] = {"voxtral": voxtral}
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2_audio": qwen2_audio,
@@ -236,3 +225,4 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2_5_omni_thinker": qwen2_5_omni_thinker,
     "qwen3_omni_moe_thinker": qwen3_omni_moe_thinker,
 }
+tiny_multimodal.BUILDERS |= BUILDERS | REFUSED

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batching.request_queue import WorkItem
-from tests.generating import Request, loaded
+from tests.generating import Request, loaded, shares_template
 from tests.tiny import for_tokenizer, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.engines.generation.engine import GenerationEngine
@@ -86,6 +86,7 @@ def _loaded() -> GenerationEngine:
     return generator
 
 
+@shares_template
 def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     """Return a new engine of a model that is loaded once."""
     engine_options = GeneratorOptions("", speculation=speculation)

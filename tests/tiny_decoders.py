@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from tests import tiny
@@ -238,23 +237,6 @@ def small_settings(name: str) -> dict[str, Any]:
 def _is_read_only(config: Any, setting: str) -> bool:
     value = getattr(config, config.attribute_map.get(setting, setting), None)
     return isinstance(value, property) and value.fset is None
-
-
-def skip_where_capping_is_ignored(name: str) -> None:
-    """Skip the test if transformers' sdpa ignores soft-capping, which keeps a model from paging.
-
-    transformers 5.17 does so for Gemma 2.
-    """
-    model = hf.AutoModelForCausalLM.from_pretrained(folder(name))
-    if getattr(model.config, "attn_logit_softcapping", None) is None:
-        return
-    logits = []
-    for attention in (model.config._attn_implementation, "eager"):
-        model.set_attn_implementation(attention)
-        with torch.inference_mode():
-            logits.append(model(torch.arange(1, 40)[None], use_cache=False).logits)
-    if not torch.allclose(logits[0], logits[1], atol=1e-3):
-        pytest.skip("transformers' sdpa forward ignores soft-capping")
 
 
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")

@@ -207,7 +207,7 @@ def superglue() -> list[Any]:
 
 def decider() -> list[Any]:
     """A chat model whose tokenizer has letters for the options of a decision."""
-    from transformers.decision import DecisionConfig  # not in transformers 5.17
+    from transformers.decision import DecisionConfig
 
     labels = {"noul": ["Y", "N"], "choice": list("ABCD"), "score": list("ABCD")}
     return [*tiny.BUILDERS["llama-lm"](), DecisionConfig(labels=labels)]

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.tiny import IDS, SMALL, saved
@@ -36,19 +35,8 @@ TEMPLATE = (
 
 @cache
 def folder(name: str) -> Path:
-    """The checkpoint's folder. Skips the test if this version of transformers needs torchvision for
-    the processor, as 5.17 does for those that split images and for Gemma 4."""
-    if name in PROCESSORS and not loads(PROCESSORS[name]):
-        pytest.skip(f"this version of transformers does not load {PROCESSORS[name]}")
     torch.manual_seed(sum(name.encode()))
     return saved(f"multimodal-{name}", BUILDERS[name]())
-
-
-def loads(kind: str) -> bool:
-    try:
-        return not getattr(getattr(hf, kind), "is_dummy", False)
-    except ImportError:
-        return False
 
 
 def new_tokenizer(*tokens: str, image: str, **named: str) -> Any:
@@ -297,12 +285,6 @@ def paddleocr_vl() -> list[Any]:
 
 
 UNPAGED = "gemma4-large", "mllama"
-PROCESSORS = {
-    "smolvlm": "SmolVLMImageProcessorPil",
-    "idefics3": "Idefics3ImageProcessorPil",
-    "gemma4-small": "Gemma4Processor",
-    "gemma4-large": "Gemma4Processor",
-}
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "llava": llava,
     "qwen2-vl": qwen2_vl,
@@ -319,3 +301,4 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "mllama": mllama,
     "paddleocr-vl": paddleocr_vl,
 }
+FAMILIES = [*BUILDERS]  # those with images

@@ -21,13 +21,13 @@ def server(generator: FakeGenerator) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def demo() -> Iterator[Sdk]:
     with sdk.demo() as connected:
         yield connected
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tiny() -> Iterator[Sdk]:
     with sdk.tiny() as connected:
         yield connected

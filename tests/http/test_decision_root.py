@@ -37,7 +37,6 @@ def server() -> Iterator[Server]:
 
 
 def test_answers_equal_those_of_the_pipeline(server: Server) -> None:
-    pytest.importorskip("transformers.decision")
     assert set(server.worker_client.models) == {"generation"}
     answer = post(server, "/", {"inputs": ASKED})
     assert answer.status_code == 200, answer.text

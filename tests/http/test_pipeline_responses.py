@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import orjson
 import pytest
-import transformers
 
 from tests import tiny
 from tests import tiny_media as tiny_media  # adds its models to the list
@@ -92,14 +91,9 @@ CASES = [
 ]  # fmt: skip
 
 
-RECENT = ("segformer", "vits")  # transformers 5.17 lacks or breaks them
-
-
 @pytest.mark.parametrize("number", matrix(range(len(CASES)), 0, 1, 2, 7, 9))
 def test_response_is_what_the_pipeline_returns(number: int) -> None:
     case = CASES[number]
-    if case.model in RECENT and not hasattr(transformers, "decision"):
-        pytest.skip("transformers 5.17 lacks or breaks it")
     call: Any = oracle(case.task, case.model)
     path = str(tiny.folder(case.model))
     with serving(pipeline_task=case.task, pipeline_model=path, device="cpu", dtype="float32") as s:

@@ -240,6 +240,12 @@ def test_an_answer_has_the_id_of_its_request(server: Server) -> None:
             assert error_of(answer)["param"] == "request_id"
 
 
+@pytest.fixture(scope="module")
+def real() -> Iterator[Server]:
+    with serving(chat_model="demo") as started:
+        yield started
+
+
 def test_the_last_message_is_echoed(server: Server) -> None:
     messages = [{"role": "user", "content": "say c d"}, {"role": "assistant", "content": "say a b"}]
     body = {"messages": messages, "echo": True, "add_generation_prompt": False}
@@ -255,55 +261,51 @@ def test_the_last_message_is_echoed(server: Server) -> None:
         assert text == whole.json()["choices"][0]["message"]["content"]
 
 
-def test_tokens_are_named_by_their_ids() -> None:
-    with serving(chat_model="demo") as real:
-        fields = {"max_tokens": 3, "return_tokens_as_token_ids": True}
-        body = {**ROUTES["/v1/chat/completions"][1], **fields, "logprobs": True}
-        answer = post(real, "/v1/chat/completions", {**body, "logprob_token_ids": [9, 4]}).json()
-        for token in answer["choices"][0]["logprobs"]["content"]:
-            assert token["token"].startswith("token_id:")
-            assert [top["token"] for top in token["top_logprobs"]] == ["token_id:9", "token_id:4"]
-        answer = post(real, "/v1/completions", {"prompt": "Hello", **fields, "logprobs": 2}).json()
-        scores = answer["choices"][0]["logprobs"]
-        assert all(name.startswith("token_id:") for name in scores["tokens"])
-        assert all(len(top) in (2, 3) for top in scores["top_logprobs"])
-        answer = post(real, "/v1/completions", {"prompt": "hi", "logprob_token_ids": [1]})
-        assert error_of(answer)["param"] == "logprob_token_ids"
+def test_tokens_are_named_by_their_ids(real: Server) -> None:
+    fields = {"max_tokens": 3, "return_tokens_as_token_ids": True}
+    body = {**ROUTES["/v1/chat/completions"][1], **fields, "logprobs": True}
+    answer = post(real, "/v1/chat/completions", {**body, "logprob_token_ids": [9, 4]}).json()
+    for token in answer["choices"][0]["logprobs"]["content"]:
+        assert token["token"].startswith("token_id:")
+        assert [top["token"] for top in token["top_logprobs"]] == ["token_id:9", "token_id:4"]
+    answer = post(real, "/v1/completions", {"prompt": "Hello", **fields, "logprobs": 2}).json()
+    scores = answer["choices"][0]["logprobs"]
+    assert all(name.startswith("token_id:") for name in scores["tokens"])
+    assert all(len(top) in (2, 3) for top in scores["top_logprobs"])
+    answer = post(real, "/v1/completions", {"prompt": "hi", "logprob_token_ids": [1]})
+    assert error_of(answer)["param"] == "logprob_token_ids"
 
 
-def test_a_prompt_is_truncated_at_its_start() -> None:
+def test_a_prompt_is_truncated_at_its_start(real: Server) -> None:
     long = "one two three four five six seven eight nine ten " * 3000
-    with serving(chat_model="demo") as real:
-        for prompt in (long, [*range(20, 60)]):
-            fields = {"max_tokens": 2, "return_token_ids": True, "truncate_prompt_tokens": 12}
-            answer = post(real, "/v1/completions", {"prompt": prompt, **fields})
-            ids = answer.json()["choices"][0]["prompt_token_ids"]
-            assert len(ids) == 12, answer.text
-            if isinstance(prompt, list):
-                assert ids == prompt[-12:]
-        chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
-        assert post(real, "/v1/chat/completions", chat).status_code == 400
-        for limit in (-1, 20):
-            answer = post(real, "/v1/chat/completions", {**chat, "truncate_prompt_tokens": limit})
-            used = answer.json()["usage"]["prompt_tokens"]
-            assert used == limit if limit > 0 else used > 20
+    for prompt in (long, [*range(20, 60)]):
+        fields = {"max_tokens": 2, "return_token_ids": True, "truncate_prompt_tokens": 12}
+        answer = post(real, "/v1/completions", {"prompt": prompt, **fields})
+        ids = answer.json()["choices"][0]["prompt_token_ids"]
+        assert len(ids) == 12, answer.text
+        if isinstance(prompt, list):
+            assert ids == prompt[-12:]
+    chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
+    assert post(real, "/v1/chat/completions", chat).status_code == 400
+    for limit in (-1, 20):
+        answer = post(real, "/v1/chat/completions", {**chat, "truncate_prompt_tokens": limit})
+        used = answer.json()["usage"]["prompt_tokens"]
+        assert used == limit if limit > 0 else used > 20
 
 
-def test_documents_are_for_templates_that_read_them() -> None:
+def test_documents_are_for_templates_that_read_them(real: Server) -> None:
     documents = [{"title": "A", "text": "B"}]
-    with serving(chat_model="demo") as real:
-        body = {**ROUTES["/v1/chat/completions"][1], "documents": documents, "max_tokens": 1}
-        answer = post(real, "/v1/chat/completions", body)
-        assert error_of(answer)["param"] == "documents"
+    body = {**ROUTES["/v1/chat/completions"][1], "documents": documents, "max_tokens": 1}
+    answer = post(real, "/v1/chat/completions", body)
+    assert error_of(answer)["param"] == "documents"
 
 
-def test_a_template_of_a_request_is_rendered_where_the_operator_trusts_it() -> None:
+def test_a_template_of_a_request_is_rendered_where_the_operator_trusts_it(real: Server) -> None:
     template = "{% for message in messages %}[{{ message.content }}]{% endfor %}{{ documents }}"
     body = {**ROUTES["/v1/chat/completions"][1], "max_tokens": 1, "return_token_ids": True}
     given = {**body, "chat_template": template, "documents": [{"text": "D"}]}
-    with serving(chat_model="demo") as untrusting:
-        answer = post(untrusting, "/v1/chat/completions", given)
-        assert error_of(answer)["param"] == "chat_template"
+    answer = post(real, "/v1/chat/completions", given)
+    assert error_of(answer)["param"] == "chat_template"
     with serving(chat_model="demo", trust_request_chat_template=True) as trusting:
         ids = post(trusting, "/v1/chat/completions", given).json()["prompt_token_ids"]
         text = post(trusting, "/detokenize", {"tokens": ids}).json()["prompt"]

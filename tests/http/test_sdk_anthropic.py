@@ -11,6 +11,7 @@ import pytest
 
 from tests import sdk
 from tests.fake_generator import FakeGenerator
+from tests.sdk import Sdk
 from tests.serving import Server, serving, wait_until
 
 WHOLE = "Hello there, wörld!"
@@ -126,7 +127,7 @@ def test_a_cancelled_stream_ends_the_generation(server: Server, generator: FakeG
     wait_until(lambda: generator.dropped[-1:] == ["long"])
 
 
-def test_the_count_is_the_prompt_of_a_real_model() -> None:
+def test_the_count_is_the_prompt_of_a_real_model(tiny: Sdk) -> None:
     """Tools, thinking and a forced tool included; the schema constrains the call."""
     schema = {
         "type": "object",
@@ -134,30 +135,27 @@ def test_the_count_is_the_prompt_of_a_real_model() -> None:
         "required": ["city"],
     }
     tool: Any = {"name": "get_weather", "input_schema": schema}
-    with sdk.tiny() as tiny:
-        client = anthropic.Anthropic(
-            base_url=tiny.url.removesuffix("/v1"), api_key="-", max_retries=0
+    client = anthropic.Anthropic(base_url=tiny.url.removesuffix("/v1"), api_key="-", max_retries=0)
+    fields: Any = {
+        "model": tiny.model,
+        "messages": [{"role": "user", "content": sdk.QUESTION}],
+        "system": "Be brief.",
+        "tools": [tool],
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+    }
+    counted = client.messages.count_tokens(**fields).input_tokens
+    for _ in range(2):  # the second one finds its prefix in the cache
+        message = client.messages.create(
+            **fields,
+            max_tokens=200,
+            extra_body={"temperature": 1.0, "seed": 1},
+            tool_choice={"type": "tool", "name": "get_weather"},
         )
-        fields: Any = {
-            "model": tiny.model,
-            "messages": [{"role": "user", "content": sdk.QUESTION}],
-            "system": "Be brief.",
-            "tools": [tool],
-            "thinking": {"type": "enabled", "budget_tokens": 5},
-        }
-        counted = client.messages.count_tokens(**fields).input_tokens
-        for _ in range(2):  # the second one finds its prefix in the cache
-            message = client.messages.create(
-                **fields,
-                max_tokens=200,
-                extra_body={"temperature": 1.0, "seed": 1},
-                tool_choice={"type": "tool", "name": "get_weather"},
-            )
-            usage = message.usage
-            cached = usage.cache_read_input_tokens or 0
-            created = usage.cache_creation_input_tokens or 0
-            assert usage.input_tokens + cached + created == counted
-        assert message.stop_reason == "tool_use"
-        call = message.content[-1]
-        assert call.type == "tool_use"
-        assert list(call.input) == ["city"]
+        usage = message.usage
+        cached = usage.cache_read_input_tokens or 0
+        created = usage.cache_creation_input_tokens or 0
+        assert usage.input_tokens + cached + created == counted
+    assert message.stop_reason == "tool_use"
+    call = message.content[-1]
+    assert call.type == "tool_use"
+    assert list(call.input) == ["city"]

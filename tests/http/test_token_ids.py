@@ -9,6 +9,7 @@ import pytest
 from tests import sdk, tiny_chat
 from tests.event_streams import chunks, post
 from tests.matrix import matrix
+from tests.sdk import Sdk
 from tests.serving import Server, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -149,21 +150,20 @@ def test_streamed_token_ids_join_to_those_of_the_whole_response(
         assert not any("prompt_token_ids" in chunk for chunk in stream[1:])
 
 
-def test_reasoning_tokens_are_included() -> None:
-    with sdk.tiny() as tiny:
-        fields: dict[str, Any] = {"model": tiny.model, "messages": MESSAGES, "max_tokens": 40}
-        extra = {**sdk.THINK, "thinking_token_budget": 8, "return_token_ids": True}
-        response = tiny.client.chat.completions.create(**fields, **sdk.SAMPLED, extra_body=extra)
-        choice: Any = response.choices[0]
-        assert response.usage is not None
-        assert len(choice.token_ids) == response.usage.completion_tokens
-        stream = tiny.client.chat.completions.create(
-            **fields, **sdk.SAMPLED, extra_body=extra, stream=True
-        )
-        parts: list[Any] = [chunk.choices[0] for chunk in stream]
-        assert [id for part in parts for id in getattr(part, "token_ids", ())] == choice.token_ids
-        reasoning = [part.delta.reasoning for part in parts if hasattr(part.delta, "reasoning")]
-        assert "".join(reasoning) == choice.message.reasoning == choice.message.reasoning_content
+def test_reasoning_tokens_are_included(tiny: Sdk) -> None:
+    fields: dict[str, Any] = {"model": tiny.model, "messages": MESSAGES, "max_tokens": 40}
+    extra = {**sdk.THINK, "thinking_token_budget": 8, "return_token_ids": True}
+    response = tiny.client.chat.completions.create(**fields, **sdk.SAMPLED, extra_body=extra)
+    choice: Any = response.choices[0]
+    assert response.usage is not None
+    assert len(choice.token_ids) == response.usage.completion_tokens
+    stream = tiny.client.chat.completions.create(
+        **fields, **sdk.SAMPLED, extra_body=extra, stream=True
+    )
+    parts: list[Any] = [chunk.choices[0] for chunk in stream]
+    assert [id for part in parts for id in getattr(part, "token_ids", ())] == choice.token_ids
+    reasoning = [part.delta.reasoning for part in parts if hasattr(part.delta, "reasoning")]
+    assert "".join(reasoning) == choice.message.reasoning == choice.message.reasoning_content
 
 
 # ── the prompt's log-probabilities ──

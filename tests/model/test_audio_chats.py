@@ -19,14 +19,10 @@ from batching.request_queue import WorkItem
 from tests import tiny_audio
 from tests.generating import GREEDY, Driver, Request, Served, serve
 from tests.matrix import matrix
-from tests.multimodal import fail_check, in_small_chunks, png
-from worker.engines.generation import loading
-from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator, paged_engine
+from tests.multimodal import engine, in_small_chunks, loaded, png, unpaged
+from worker.engines.generation.loading import load_generator
 from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaKind, Stopping
-from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, auto_class
-from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision import decoders, media_preprocessor, processor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.multimodal_prompt import MultimodalPrompt
@@ -97,24 +93,6 @@ def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any)
     chat = Chat(({"role": "user", "content": content},), media=media)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
-
-
-@cache
-def loaded(model: str) -> GenerationEngine:
-    path = str(tiny_audio.folder(model))
-    return load_generator(GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01))
-
-
-def engine(model: str, blocks: int = 400) -> GenerationEngine:
-    """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
-    known = loaded(model)
-    assert known.info.batching == "continuous", known.info.why
-    language = known.runner.language
-    room = min(language.context, blocks * BLOCK)
-    runner = PagedRunner(language, blocks, room, 0, StateSlots(32, 32))
-    for stored in (*runner.cache.keys, *runner.cache.values):
-        stored.fill_(float("nan"))
-    return paged_engine(runner, GeneratorOptions(""), known.input_processor.media_preprocessor)
 
 
 @cache
@@ -231,15 +209,6 @@ def test_recordings_and_images_share_a_prompt(model: str, tokens: int | None) ->
     prompt = served[0].item.prepared[0].prepared.multimodal
     assert prompt
     assert [*prompt.spans] == sorted(prompt.spans)
-
-
-@cache
-def unpaged(model: str) -> GenerationEngine:
-    """An engine whose check of paged recordings has failed."""
-    options = GeneratorOptions(str(tiny_audio.folder(model)), dtype="float32", device="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "check_multimodal", fail_check)
-        return load_generator(options)
 
 
 @pytest.mark.parametrize("model", matrix(FAMILIES, "gemma4"))

@@ -16,7 +16,16 @@ from batching import step_times
 from batching.sequence import Batch
 from tests import tiny_adapters, tiny_decoders
 from tests.causal_families import build
-from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
+from tests.generating import (
+    ORDINARY,
+    Driver,
+    Served,
+    engine,
+    request,
+    runner_of,
+    serve,
+    shares_template,
+)
 from tests.matrix import matrix
 from tests.threads import compute_threads
 from tests.tiny import saved
@@ -83,6 +92,7 @@ def language(source: str, dtype: str, quantization: str = "none") -> LanguageMod
     return model
 
 
+@shares_template
 def new_engine(model: LanguageModel, blocks: int, speculation: str) -> GenerationEngine:
     runner = PagedRunner(model, blocks, model.context, 64)
     runner.metadata = NativeMetadata

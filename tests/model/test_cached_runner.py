@@ -62,6 +62,7 @@ def checked(name: str) -> CachedRunner:
     return CachedRunner(language(name))
 
 
+@generating.shares_template
 def new_engine(name: str = "bloom", max_running: int = 256) -> GenerationEngine:
     """Return an engine of a model that is checked once per process."""
     options = GeneratorOptions(name, max_running=max_running)

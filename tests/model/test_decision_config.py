@@ -78,7 +78,6 @@ def load(path: str, **options: Any) -> GenerationEngine:
 
 
 def library(path: str, auto: Any = hf.AutoModelForCausalLM) -> Any:
-    pytest.importorskip("transformers.decision")
     model = auto.from_pretrained(path, dtype=torch.float32).eval()
     if auto is hf.AutoModelForCausalLM:
         tokenizer = hf.AutoTokenizer.from_pretrained(path)

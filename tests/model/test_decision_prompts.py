@@ -1,13 +1,11 @@
 """The prompts of questions: their token ids, and requests that are refused before they run."""
 
-import inspect
 import json
 import sys
 from typing import Any
 
 import orjson
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
@@ -108,11 +106,6 @@ def test_a_template_that_drops_the_input_is_refused(
 # ── control tokens ──
 
 
-@pytest.mark.skipif(
-    "sanitize_control_tokens"
-    not in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    reason="this version of transformers does not sanitize control tokens",
-)
 @pytest.mark.parametrize(
     "text",
     [

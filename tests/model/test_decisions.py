@@ -78,7 +78,6 @@ def library() -> Any:
 
 @pytest.mark.parametrize("state", [STATE, "", {"order": [1, None, "é"], "paid": 2.50}, ["a", "b"]])
 def test_probabilities_equal_those_of_the_transformers_pipeline(state: Any) -> None:
-    pytest.importorskip("transformers.decision")
     expected = library()({"state": state, "questions": KINDS})
     actual = answers(tiny_decisions.engine(), read(KINDS, state))
     assert list(actual) == list(expected)

@@ -137,6 +137,7 @@ def checked(name: str, keys: int) -> CachedRunner:
     return CachedRunner(generating.built(name, builders(keys)[name]))
 
 
+@generating.shares_template
 def new_engine(name: str, keys: int, max_running: int = 256) -> GenerationEngine:
     options = GeneratorOptions(name, max_running=max_running)
     return cached_engine(checked(name, keys), options, "a test asks for it")

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_cache")
 
 def language(model: str) -> LanguageModel:
     path = str(tiny_decoders.folder(model))
-    tiny_decoders.skip_where_capping_is_ignored(model)
     return load_language_model(GeneratorOptions(path, dtype="float32", device="cpu"))
 
 

@@ -48,7 +48,7 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import MediaFeatures, MultimodalItem, Processor
 from worker.vision.self_check import check_multimodal
 
-FAMILIES = [name for name in tiny_multimodal.BUILDERS if name not in tiny_multimodal.UNPAGED]
+FAMILIES = [name for name in tiny_multimodal.FAMILIES if name not in tiny_multimodal.UNPAGED]
 ONE, OTHER, TALL = png(0), png(1), png(2, 40, 72)
 LONG = "Tell me all that you see in these two, and then some more of it: "
 
@@ -312,7 +312,7 @@ def test_request_cancelled_during_prefill_releases_its_rows() -> None:
     assert prompt_of(cancelled).rows == ()
 
 
-@pytest.mark.parametrize("model", matrix(tiny_multimodal.BUILDERS, "gemma3"))
+@pytest.mark.parametrize("model", matrix(tiny_multimodal.FAMILIES, "gemma3"))
 def test_prompt_logprobs_with_images_equal_the_models_own(model: str) -> None:
     generator = unpaged(model) if model in tiny_multimodal.UNPAGED else engine(model)
     requests = [request("What is ", ONE, " here?", prompt_logprobs=1), request("Nor here.")]
@@ -337,8 +337,6 @@ CACHED = [
     ),
 )
 def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_media: bool) -> None:
-    if model == "mllama" and tiny_multimodal.hf.__version__.startswith("5.17."):
-        pytest.skip("its cache does not work with images in this version of transformers")
     generator = unpaged(model)
     runner = generator.runner
     assert isinstance(runner, MultimodalCachedRunner)

@@ -20,7 +20,7 @@ from tests.tiny_multimodal import VISION
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.vision.processor import Processor, ProcessorOutput, load_processor
 
-FAMILIES = [*tiny_multimodal.BUILDERS]
+FAMILIES = tiny_multimodal.FAMILIES
 
 
 @cache

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import orjson
 import pytest
-import transformers
 from PIL import Image
 
 from batching.errors import InvalidInput
@@ -25,10 +24,6 @@ IMAGES = [
     png(4, (33, 40), "L"),
     png(5, (40, 30), "RGBA"),
 ]
-
-recent = pytest.mark.skipif(
-    not hasattr(transformers, "decision"), reason="transformers 5.17 lacks or breaks it"
-)
 
 
 def opened(data: bytes) -> Image.Image:
@@ -75,7 +70,6 @@ def test_image_feature_extraction_equals_the_pipeline() -> None:
     assert all_differ(pooled)
 
 
-@recent
 def test_semantic_segmentation_equals_the_pipeline() -> None:
     default, semantic = assert_images_equal_to_the_pipeline(
         "image-segmentation", "segformer", {}, {"subtask": "semantic"}
@@ -178,7 +172,6 @@ def test_image_text_to_text_equals_the_pipeline() -> None:
     assert all_differ(answers[::3])
 
 
-@recent
 def test_text_to_audio_equals_the_pipeline() -> None:
     texts = ["hello", "the film was wonderful", "grass is green and snow is white"]
     calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
@@ -364,7 +357,6 @@ QUESTIONS = {
 }
 
 
-@recent
 def test_decision_equals_the_pipeline() -> None:
     calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (request, {"": request}, {})
@@ -380,7 +372,6 @@ def test_decision_equals_the_pipeline() -> None:
     }
 
 
-@recent
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -397,7 +388,6 @@ def test_malformed_decisions_are_refused(request_: Any, message: str) -> None:
     assert message in str(refusal("decision", "decider", request_))
 
 
-@recent
 def test_a_state_nested_too_deeply_is_refused() -> None:
     state: Any = "hello"
     for _ in range(5000):

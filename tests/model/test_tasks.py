@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import pytest
-import transformers
 from transformers import pipelines
 
 from batching.errors import InvalidInput
@@ -27,8 +26,7 @@ from worker.tasks import (
 
 
 def test_every_task_of_transformers_is_served_or_listed_as_not_served() -> None:
-    added_later = set() if hasattr(transformers, "decision") else {"decision"}  # not in 5.17
-    known = set(pipelines.PIPELINE_REGISTRY.supported_tasks) | added_later
+    known = set(pipelines.PIPELINE_REGISTRY.supported_tasks)
     assert known == set(TASKS) | set(NOT_SERVED)
     if removed := getattr(pipelines, "REMOVED_TASKS", None):
         assert set(removed) == set(DROPPED)

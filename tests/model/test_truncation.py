@@ -6,7 +6,6 @@ import pytest
 
 from batching.errors import InvalidInput
 from tests import tiny_media as tiny_media  # adds its models to the list
-from tests.model.test_pipelines_rest import recent
 from tests.parity import assert_parity, assert_same, item, oracle, plain, refusal, runner, serve
 from tests.parity import text as words
 from worker.engines.pipeline import limits
@@ -123,7 +122,6 @@ def test_a_truncated_table_loses_rows() -> None:
     assert "the model takes 128" in str(refusal(task, model, inputs, truncation=False))
 
 
-@recent
 def test_speech_is_that_of_the_truncated_text(monkeypatch: pytest.MonkeyPatch) -> None:
     task, model = "text-to-audio", "vits"
     run = runner(task, model)

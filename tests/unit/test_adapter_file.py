@@ -126,24 +126,20 @@ def test_an_adapter_without_room_is_refused_before_it_is_read(tmp_path: Path) ->
     assert read(tmp_path, size / 2, torch.bfloat16).nbytes == size / 2
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 50, b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}"])
-def test_broken_files_are_refused(tmp_path: Path, content: bytes) -> None:
+WEIGHTS = (b"", b"x" * 50, b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}")
+CONFIGS = (b"", b"[]", b"{", b'{"a": NaN', b"[" * 100_000, b'"' + b"x" * (1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("adapter_model.safetensors", content) for content in WEIGHTS),
+        *(("adapter_config.json", content) for content in CONFIGS),
+        ("adapter_config.json", json.dumps({"r": 1}).encode("utf-16")),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
     tiny_adapters.write(tmp_path, tensors())
-    (tmp_path / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(InvalidAdapter, match="safetensors"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN', "[" * 100_000, '"' + "x" * (1 << 20)])
-def test_broken_configurations_are_refused(tmp_path: Path, text: str) -> None:
-    tiny_adapters.write(tmp_path, tensors())
-    (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(InvalidAdapter, match="adapter_config"):
-        read(tmp_path)
-
-
-def test_a_configuration_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    tiny_adapters.write(tmp_path, tensors())
-    (tmp_path / "adapter_config.json").write_bytes(json.dumps({"r": 1}).encode("utf-16"))
-    with pytest.raises(InvalidAdapter, match="adapter_config"):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidAdapter, match=name.partition(".")[0]):
         read(tmp_path)

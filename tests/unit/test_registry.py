@@ -33,11 +33,6 @@ pytestmark = pytest.mark.anyio
 PIPELINES = "reader", "judge"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Stream:
     """Collects the text."""
 

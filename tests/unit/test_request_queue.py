@@ -21,11 +21,6 @@ from worker.messages.protocol import PipelineInput
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Queue(RequestQueue):
     """A queue with one model's and a clock that stands still."""
 

@@ -91,24 +91,15 @@ def test_a_thread_is_back_once_its_core_is_free(machine: Callable[..., Machine])
     assert eight.turns(25.0, 1.0) == 7
 
 
+@pytest.mark.parametrize(("before", "others"), [(1.0, 1.0), (2.0, 1.2)])
 def test_no_more_threads_are_tried_while_no_core_is_free(
-    machine: Callable[..., Machine],
-) -> None:
-    two = machine(2)
-    two.turns(5.0, 1.0)
-    two.threads_set.clear()
-    two.turns(60.0, 1.0)
-    assert two.threads_set == []
-
-
-def test_no_more_threads_are_tried_while_the_cores_are_shared(
-    machine: Callable[..., Machine],
+    machine: Callable[..., Machine], before: float, others: float
 ) -> None:
     """With two others on two cores the process gets half of the time, and nothing is idle."""
     two = machine(2)
-    two.turns(5.0, 2.0)
+    two.turns(5.0, before)
     two.threads_set.clear()
-    two.turns(60.0, 1.2)
+    two.turns(60.0, others)
     assert two.threads_set == []
 
 

@@ -8,6 +8,8 @@ from batching.errors import QueueFull
 from server.http import transfers
 from server.http.transfers import Transfer, TransferBudget
 
+pytestmark = pytest.mark.anyio
+
 
 class Clock:
     """Replaces the module's time."""
@@ -42,44 +44,38 @@ async def waiting(budget: TransferBudget, held: int, moved: int) -> "asyncio.Tas
     return task
 
 
-def test_the_slowest_transfers_end_until_there_is_room(clock: Clock) -> None:
-    async def run() -> None:
-        budget, new = TransferBudget(100, "full"), Transfer()
-        fast = await waiting(budget, 30, 3000)
-        slow = await waiting(budget, 30, 300)
-        clock.now += 9
-        late = await waiting(budget, 30, 100)  # it has waited less: its rate is higher
-        clock.now += 1
-        budget.take(new, 10)
-        assert budget.used == 100
-        budget.take(new, 20)
-        assert not (await slow).held
-        assert budget.used == 90
-        budget.take(new, 40)
-        assert budget.used == 100
-        assert (await late).ended
-        assert not fast.done()
-        fast.cancel()
-
-    asyncio.run(run())
+async def test_the_slowest_transfers_end_until_there_is_room(clock: Clock) -> None:
+    budget, new = TransferBudget(100, "full"), Transfer()
+    fast = await waiting(budget, 30, 3000)
+    slow = await waiting(budget, 30, 300)
+    clock.now += 9
+    late = await waiting(budget, 30, 100)  # it has waited less: its rate is higher
+    clock.now += 1
+    budget.take(new, 10)
+    assert budget.used == 100
+    budget.take(new, 20)
+    assert not (await slow).held
+    assert budget.used == 90
+    budget.take(new, 40)
+    assert budget.used == 100
+    assert (await late).ended
+    assert not fast.done()
+    fast.cancel()
 
 
-def test_no_transfer_ends_if_that_makes_no_room(clock: Clock) -> None:
-    async def run() -> None:
-        budget, running, new = TransferBudget(100, "full"), Transfer(), Transfer()
-        budget.take(running, 80)  # the server does not wait for its client
-        slow = await waiting(budget, 10, 1)
-        with pytest.raises(QueueFull, match="full"):
-            budget.take(new, 21)
-        assert (budget.used, new.held) == (90, 0)
-        assert not slow.done()
-        budget.take(new, 0)
-        budget.release(running)
-        budget.release(running)
-        assert budget.used == 10
-        slow.cancel()
-
-    asyncio.run(run())
+async def test_no_transfer_ends_if_that_makes_no_room(clock: Clock) -> None:
+    budget, running, new = TransferBudget(100, "full"), Transfer(), Transfer()
+    budget.take(running, 80)  # the server does not wait for its client
+    slow = await waiting(budget, 10, 1)
+    with pytest.raises(QueueFull, match="full"):
+        budget.take(new, 21)
+    assert (budget.used, new.held) == (90, 0)
+    assert not slow.done()
+    budget.take(new, 0)
+    budget.release(running)
+    budget.release(running)
+    assert budget.used == 10
+    slow.cancel()
 
 
 def test_a_response_is_counted_though_there_is_no_room() -> None:
@@ -96,37 +92,31 @@ def test_a_response_is_counted_though_there_is_no_room() -> None:
     assert budget.used == 60
 
 
-def test_an_ended_transfer_does_not_go_on_with_a_step_that_had_arrived() -> None:
-    async def run() -> None:
-        budget, transfer, arrived = TransferBudget(10, "full"), Transfer(), asyncio.Event()
-        budget.take(transfer, 10)
-        task = asyncio.create_task(transfer.wait(arrived.wait()))
-        await asyncio.sleep(0)
-        arrived.set()
-        budget.take(Transfer(), 1)
-        with pytest.raises(TimeoutError):
-            await task
-
-    asyncio.run(run())
+async def test_an_ended_transfer_does_not_go_on_with_a_step_that_had_arrived() -> None:
+    budget, transfer, arrived = TransferBudget(10, "full"), Transfer(), asyncio.Event()
+    budget.take(transfer, 10)
+    task = asyncio.create_task(transfer.wait(arrived.wait()))
+    await asyncio.sleep(0)
+    arrived.set()
+    budget.take(Transfer(), 1)
+    with pytest.raises(TimeoutError):
+        await task
 
 
-def test_the_rate_of_a_response_counts_from_its_start(clock: Clock) -> None:
+async def test_the_rate_of_a_response_counts_from_its_start(clock: Clock) -> None:
     async def seconds(count: int) -> None:
         clock.now += count
 
-    async def run() -> None:
-        transfer = Transfer()
-        await transfer.wait(seconds(1))
-        transfer.moved = 1_000_000
-        transfer.restart()
-        measured: list[float] = []
+    transfer = Transfer()
+    await transfer.wait(seconds(1))
+    transfer.moved = 1_000_000
+    transfer.restart()
+    measured: list[float] = []
 
-        async def measure() -> None:
-            clock.now += 10
-            measured.append(transfer.rate)
+    async def measure() -> None:
+        clock.now += 10
+        measured.append(transfer.rate)
 
-        transfer.moved = 50
-        await transfer.wait(measure())
-        assert measured == [5.0]
-
-    asyncio.run(run())
+    transfer.moved = 50
+    await transfer.wait(measure())
+    assert measured == [5.0]
