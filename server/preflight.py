@@ -45,7 +45,7 @@ from worker.cores import Cores
 from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.adapters import InvalidAdapter
 from worker.messages.generation import SAMPLING_FIELDS
-from worker.segment_store import FolderIsOpen, SegmentStore, open_store
+from worker.segment_store import SegmentStore, open_store
 from worker.task_detection import (
     TaskError,
     architectures,
@@ -169,7 +169,7 @@ def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
         return None
     try:
         return open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
-    except (FolderIsOpen, OSError) as error:
+    except OSError as error:
         raise SettingsError(f"KV_CACHE_DIR={folder!r}: {error}") from None
 
 
