@@ -12,14 +12,23 @@ import pytest
 
 from batching.scheduler import ContinuousScheduler
 from tests import multimodal, tiny_adapters, tiny_decoders
-from tests.generating import ORDINARY, Driver, Request, Served, engine, loaded, request, runner_of
+from tests.generating import (
+    ORDINARY,
+    Driver,
+    Request,
+    Served,
+    Woken,
+    engine,
+    loaded,
+    request,
+    runner_of,
+)
 from tests.matrix import matrix
 from worker.engines.generation import stored_engine
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import paged_engine
 from worker.engines.generation.stored_engine import Reading, StoredEngine
 from worker.messages.adapters import Adapter
-from worker.messages.protocol import NoOtherModels
 from worker.model import fingerprint
 from worker.model.fingerprint import weights_digest
 from worker.model.language_model import GeneratorOptions
@@ -31,19 +40,10 @@ READ = 176  # tokens of full blocks of a turn
 NEXT = [ORDINARY[n * 7 % 290] for n in range(30)]
 
 
-class Woken(NoOtherModels):
-    """Lets a test wait for the end of a read as the worker's thread does."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def wake(self) -> None:
-        self.event.set()
-
-
 @pytest.fixture
-def stored(tmp_path: Path) -> Callable[..., StoredEngine]:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StoredEngine]:
     """Return a function that makes an engine, as after a restart; the engines share a folder."""
+    monkeypatch.setattr(stored_engine, "NICENESS", 0)  # other processes may take all cores
 
     def make(model: str, blocks: int = 400) -> StoredEngine:
         generator = multimodal.engine(model) if "-vl" in model else engine(model, blocks)
