@@ -17,9 +17,11 @@ def answers(*prompts: str, model: str = "demo", **settings: Any) -> tuple[list[A
     """Return a model's answers on a server that starts and stops, and the tokens that it has read
     from disk."""
     # the number of drafts depends on times, and torch rounds by it
-    fixed = {"compile": "off", "speculation": "off", "kv_cache_gb": 0.01, "dtype": "float32"}
+    fixed: dict[str, Any] = {"compile": "off", "speculation": "off", "kv_cache_gb": 0.01}
     choices = []
-    with serving(chat_model=f"demo={tiny_chat.folder()}", **fixed, **settings) as server:
+    with serving(
+        chat_model=f"demo={tiny_chat.folder()}", dtype="float32", **fixed, **settings
+    ) as server:
         for prompt in prompts:
             body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "logprobs": 1}
             response = post(server, "/v1/completions", {"model": model} | body)

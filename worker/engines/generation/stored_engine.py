@@ -57,8 +57,8 @@ RETRY_FACTOR = 1.02
 MAX_UNWRITTEN = 256  # sequences whose blocks wait to be written; the oldest are dropped
 # The lowest priority: the threads use what steps leave idle, and little of a core that steps use.
 NICENESS = 19
-# The longest waits for a disk: for other processes' segments, for a prefix beyond the time of
-# computing it, and at the end of the engine.
+# The longest waits for a disk: for other processes' segments, for the next segment of a prefix, and
+# at the end of the engine.
 REFRESH_S, READ_S, FLUSH_S = 1.0, 10.0, 30.0
 FAILURE_PAUSE_S = 60.0  # after a failed write, such as to a full disk
 
@@ -82,7 +82,6 @@ class Reading:
     table: BlockTable
     contents: list[Content]  # of the prefix
     segments: list[StoredSegment]
-    ends_at: float  # then the prefix is computed
     started_at: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # the blocks may have other contents
     filled: int = 0  # segments
@@ -117,6 +116,7 @@ class StoredEngine(GenerationEngine):
         self._read_token_s = 0.0  # the time that reading a token takes; 0: there were no reads
         self._lock = threading.Lock()  # held while blocks are filled or readings cancelled
         self._readings: list[Reading] = []
+        self._progress_at = 0.0  # when the reader thread last filled something
         self._unread: list[Reading] = []  # of those, what the thread has not begun
         self._done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._unwritten = deque[Unwritten](maxlen=MAX_UNWRITTEN)
@@ -160,13 +160,14 @@ class StoredEngine(GenerationEngine):
 
     def _rests(self) -> bool:
         """Return whether there is nothing to do until the end of a read wakes the thread."""
-        if not self._readings or self._in_flight or self.scheduler.running:
+        is_reading = any(not reading.cancelled for reading in self._readings)
+        if not is_reading or self._in_flight or self.scheduler.running:
             return False
         return all(s.reading or s.pending_prefix for s in self.scheduler.by_rank())
 
     def due_at(self, idle_since: float) -> float | None:
         if self._rests():
-            return min(reading.ends_at for reading in self._readings)
+            return self._progress_at + READ_S
         return super().due_at(idle_since)
 
     def step(  # type: ignore[override]  # none is due while only reads are left
@@ -216,7 +217,6 @@ class StoredEngine(GenerationEngine):
         ends = self._stored_ends(_chain(sequence.disk_key, contents, size), first, full, pool)
         if (end := max(ends, default=0)) - first < MIN_BLOCKS:
             return False
-        read_tokens = (end - first) * size
         if self._read_token_s > self.times.token_s > 0:
             self._read_token_s /= RETRY_FACTOR
             return False
@@ -234,8 +234,9 @@ class StoredEngine(GenerationEngine):
             segments.append(StoredSegment(_state_key(ends[end]), self._states, [state.target]))
         if self._stream:  # a step in flight may still write to blocks that were freed
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        ends_at = time.monotonic() + read_tokens * self.times.token_s + READ_S
-        reading = Reading(sequence, table, prefix, segments, ends_at)
+        if not self._readings:
+            self._progress_at = time.monotonic()
+        reading = Reading(sequence, table, prefix, segments)
         sequence.reading = True
         self._readings.append(reading)
         self._unread.append(reading)
@@ -284,16 +285,17 @@ class StoredEngine(GenerationEngine):
                     return
                 self._copy(rows, numbers[known:], buffer[known * size :], fills=True)
             reading.filled += 1
+            self._progress_at = time.monotonic()
         token_s = (time.monotonic() - started_at) / len(reading.contents)
         self._read_token_s = (token_s + (self._read_token_s or token_s)) / 2
 
     def _finish_reads(self) -> bool:
-        """Register the blocks of finished reads, and give up late ones. Return whether there are
-        any."""
+        """Register the blocks of finished reads; give up all, if the disk hangs. Return whether
+        there are any."""
         now, pool, ended = time.monotonic(), self.scheduler.pool, False
         for reading in self._readings:
-            if now >= reading.ends_at and not reading.cancelled:
-                log.warning("KV_CACHE_DIR: a read took longer than %.0f s", READ_S)
+            if now >= self._progress_at + READ_S and not reading.cancelled:
+                log.warning("KV_CACHE_DIR: a read got nothing for %.0f s", READ_S)
                 self._cancel(reading)
                 pool.close(reading.table)
                 ended = True
