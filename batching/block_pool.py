@@ -122,6 +122,15 @@ class BlockPool:
         counts = range(len(blocks), 0, -1)
         return next((n for n in counts if self._prefix_of[blocks[n - 1]] in self.states), 0)
 
+    def describe(self, block: int) -> tuple[Prefix, tuple[int, int] | None] | None:
+        """Return what identifies the contents of a registered block, and of the states after it;
+        None if it is not registered. From any thread: it changes before other contents are written,
+        so a copy that was made between two equal descriptions is whole."""
+        if self._key_of[block] is None:
+            return None
+        prefix = self._prefix_of[block]  # after the key, as it changes before that
+        return prefix, self.states.checkpoint(prefix) if self.states else None
+
     # ── a sequence's table ──
 
     def open(

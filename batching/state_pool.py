@@ -70,6 +70,7 @@ class StatePool:
         self._checkpoints: OrderedDict[Hashable, int] = OrderedDict()
         self._pending = 0  # checkpoints of all sequences whose blocks are not registered yet
         self._ref_counts = [0] * self.num_slots
+        self._uses = [0] * self.num_slots  # how often each was taken
         self._empty: list[int] = []  # last in, first out: memory that was used already
         self._fresh = 0  # all from here on have never been used
 
@@ -81,6 +82,11 @@ class StatePool:
 
     def __contains__(self, prefix: object) -> bool:
         return prefix in self._checkpoints
+
+    def checkpoint(self, prefix: Hashable) -> tuple[int, int] | None:
+        """Return the slot of a prefix's checkpoint, and which use of the slot this is."""
+        slot = self._checkpoints.get(prefix)
+        return None if slot is None else (slot, self._uses[slot])
 
     def drop(self, prefix: Hashable) -> None:
         """Remove the checkpoint of a prefix, if it has one."""
@@ -205,6 +211,7 @@ class StatePool:
             slot = self._fresh
             self._fresh += 1
         self._ref_counts[slot] = 1
+        self._uses[slot] += 1
         return slot
 
     def _give_back(self, slot: int) -> None:

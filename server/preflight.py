@@ -46,7 +46,7 @@ from worker.cores import Cores
 from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.messages.adapters import InvalidAdapter
 from worker.messages.generation import SAMPLING_FIELDS
-from worker.segment_store import FolderIsOpen, SegmentStore, open_store
+from worker.segment_store import SegmentStore, open_store
 from worker.task_detection import (
     TaskError,
     architectures,
@@ -162,7 +162,7 @@ def open_stored_prefixes(settings: Settings) -> SegmentStore | None:
     that cannot be used."""
     if (folder := settings.kv_cache_dir) == "none":
         return None
-    with refusing(f"KV_CACHE_DIR={folder!r}", FolderIsOpen, OSError):
+    with refusing(f"KV_CACHE_DIR={folder!r}", OSError):
         return open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
 
 

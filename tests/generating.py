@@ -25,7 +25,7 @@ from worker.engines.generation.loading import load_generator, paged_engine
 from worker.engines.generation.output import SequenceOutput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput, Sampling, Stopping
-from worker.messages.protocol import Generator, Pending, StepReport
+from worker.messages.protocol import Generator, NoOtherModels, Pending, StepReport
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.language_model import GeneratorOptions, LanguageModel
@@ -149,6 +149,16 @@ def when_ready(run: Callable[[], T]) -> T:
 
 def prepare(generator: Generator, item: GenerationItem) -> None:
     when_ready(lambda: generator.prepare(item))
+
+
+class Woken(NoOtherModels):
+    """Lets a test wait for the end of a read as the worker's thread does."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def wake(self) -> None:
+        self.event.set()
 
 
 class Driver:

@@ -2,6 +2,7 @@
 they have in memory stays."""
 
 import argparse
+import time
 from collections.abc import Sequence
 
 from server.core.settings import SettingsError, load_settings
@@ -18,8 +19,9 @@ def cache_command(program: str, argv: Sequence[str]) -> None:
             raise SettingsError("KV_CACHE_DIR is not set")
     except SettingsError as error:
         exit_with_error(error)
+    store.refresh()
     if action == "clear":
         store.clear()
-    usage = store.usage()
-    size, limit = usage.bytes / 1e9, settings.kv_cache_dir_gb
-    print(f"segments={usage.segments} gb={size:.3f} of={limit:g} oldest_s={usage.oldest_s:.0f}")
+    usage, limit = store.usage, settings.kv_cache_dir_gb
+    oldest_s = max(0.0, time.time() - usage.oldest_at)
+    print(f"files={usage.files} gb={usage.bytes / 1e9:.3f} of={limit:g} oldest_s={oldest_s:.0f}")

@@ -8,12 +8,11 @@ server (Gateway API Inference Extension's model server protocol).
 
 import importlib.metadata
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import anyio.to_thread
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -57,7 +56,7 @@ TOKEN_KINDS = {  # the label, by the report's field
 async def metrics(request: Request) -> Response:
     """`GET /metrics`."""
     request.app.metrics.describe_adapters()
-    await request.app.metrics.describe_stored(request.app.settings)
+    request.app.metrics.describe_stored(request.app.settings)
     request.app.metrics.describe_fallbacks(request.app.worker_client.models)
     exposed = WithoutCreated(request.app.metrics.registry)
     return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
@@ -236,14 +235,12 @@ class Metrics:
             running, waiting = (",".join(names) for names in self.adapter_names())
             self._adapters.labels(running, waiting, self.max_adapters).set_to_current_time()
 
-    async def describe_stored(self, settings: Settings) -> None:
+    def describe_stored(self, settings: Settings) -> None:
         """Set the gauges of the files in KV_CACHE_DIR."""
         if (folder := settings.kv_cache_dir) != "none":
-            store = open_store(folder, int(settings.kv_cache_dir_gb * 1e9))
-            with suppress(OSError):
-                usage = await anyio.to_thread.run_sync(store.usage)
-                self._files_bytes.set(usage.bytes)
-                self._files_age.set(usage.oldest_s)
+            usage = open_store(folder, int(settings.kv_cache_dir_gb * 1e9)).usage
+            self._files_bytes.set(usage.bytes)
+            self._files_age.set(max(0.0, time.time() - usage.oldest_at))
 
     def describe_fallbacks(self, models: Mapping[str, ServedModel]) -> None:
         """Replace the fallbacks of all models by those of now."""

@@ -3,13 +3,14 @@
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import tiny_decoders
-from tests.generating import Served, assert_greedy, prompts, request, runner_of, serve
+from tests.generating import Served, Woken, assert_greedy, prompts, request, runner_of, serve
 from tests.unit.test_paged_attention import CASES, Case, Memory, expected, memory, mixes, name
 from worker.backends.cpu.fused_linear import FusedSlice
 from worker.backends.cuda.cuda_graphs import RowsMetadata
@@ -193,3 +194,18 @@ def test_steps_are_captured_again_once_the_model_is_compiled(model: str) -> None
     served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=1)
     assert_greedy(model, served, 12)
     assert runner._graphs is not None
+
+
+def test_prefixes_on_disk_are_read_into_the_memory_of_the_gpu(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"deterministic": True, "kv_cache_dir": str(tmp_path / "kv")}
+    [prompt] = prompts(3, (90,), count=1)
+    first = generator_of("llama", **options)
+    (served,), _ = serve(first, [request(prompt)])
+    first.flush()
+    following = [*prompt, *served.ids[0], *prompt[:20]]
+    (expected,), _ = serve(generator_of("llama", deterministic=True), [request(following)])
+    second = generator_of("llama", **options)
+    second.others = Woken()
+    (again,), driver = serve(second, [request(following)])
+    assert again.ids == expected.ids
+    assert driver.total("read_tokens") >= len(prompt) // 16 * 16

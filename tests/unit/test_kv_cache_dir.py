@@ -4,7 +4,6 @@ import os
 import time
 from pathlib import Path
 
-import anyio
 import pytest
 
 from server.commands.cache import cache_command
@@ -21,11 +20,11 @@ def test_the_command_shows_and_removes_what_is_stored(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KV_CACHE_DIR", str(tmp_path / "kv"))
-    SegmentStore(tmp_path / "kv", 1 << 30).write([(bytes(16), bytes(2_000_000))], 1)
+    SegmentStore(tmp_path / "kv", 1 << 30).write(bytes(16), memoryview(bytes(2_000_000)))
     cache_command("onequeue cache", ["ls"])
-    assert capsys.readouterr().out.startswith("segments=1 gb=0.002 of=10 ")
+    assert capsys.readouterr().out.startswith("files=1 gb=0.002 of=10 ")
     cache_command("onequeue cache", ["clear"])
-    assert capsys.readouterr().out.startswith("segments=0 gb=0.000 of=10 ")
+    assert capsys.readouterr().out.startswith("files=0 gb=0.000 of=10 ")
     monkeypatch.delenv("KV_CACHE_DIR")
     with pytest.raises(SystemExit):
         cache_command("onequeue cache", ["ls"])
@@ -34,7 +33,7 @@ def test_the_command_shows_and_removes_what_is_stored(
 
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(SettingsError, match=r"KV_CACHE_DIR=.* other users may read it"):
+    with pytest.raises(SettingsError, match=r"KV_CACHE_DIR=.* other users own it or may read it"):
         open_stored_prefixes(Settings(kv_cache_dir=str(tmp_path)))
     assert open_stored_prefixes(Settings()) is None
 
@@ -53,12 +52,16 @@ def test_a_namespace_depends_on_the_secret_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_metrics_have_the_size_and_the_age_of_the_files(tmp_path: Path) -> None:
     metrics = Metrics(lambda: 0)
-    SegmentStore(tmp_path / "kv", 1 << 30).write([(bytes(16), bytes(100_000))], 1)
+    settings = Settings(kv_cache_dir=str(tmp_path / "kv"))
+    store = open_stored_prefixes(settings)
+    assert store
+    store.write(bytes(16), memoryview(bytes(100_000)))
     [file] = (tmp_path / "kv").glob("*.segment")
     os.utime(file, (time.time() - 500, time.time() - 500))
-    anyio.run(metrics.describe_stored, Settings(kv_cache_dir=str(tmp_path / "kv")))
+    store.refresh()
+    metrics.describe_stored(settings)
     value = metrics.registry.get_sample_value
-    assert value("onequeue_kv_files_bytes") == 104_096
+    assert value("onequeue_kv_files_bytes") == 100_004
     assert 500 <= (value("onequeue_kv_files_age_seconds") or 0) < 560
 
 

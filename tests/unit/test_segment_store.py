@@ -1,51 +1,46 @@
 """The segment store: what is written is found again, and no fault gives other bytes."""
 
-import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.segment_faults import record
-from worker.segment_store import FolderIsOpen, SegmentStore
+from tests.segment_faults import read, segment, write
+from worker import segment_store
+from worker.segment_store import SegmentStore
 
 MB = 1 << 20
 
 
 def written(folder: Path, numbers: range, max_bytes: int = 64 * MB) -> SegmentStore:
     store = SegmentStore(folder, max_bytes)
-    store.write(map(record, numbers), len(numbers))
+    write(store, numbers)
     return store
 
 
-def read(store: SegmentStore, numbers: range) -> list[bytes]:
-    return [bytes(data) for data in store.read([record(n)[0] for n in numbers])]
-
-
-def segments(store: SegmentStore) -> list[Path]:
-    return sorted(store.folder.glob("*.segment"))
+def file_of(store: SegmentStore, number: int) -> Path:
+    return store.folder / f"{segment(number)[0].hex()}.segment"
 
 
 def test_another_process_reads_what_one_has_written(tmp_path: Path) -> None:
     reader = SegmentStore(tmp_path / "kv", MB)
     written(tmp_path / "kv", range(50))
-    assert record(1)[0] not in reader  # nothing is read before it is asked for
+    assert segment(1)[0] not in reader  # nothing is read before it is asked for
     reader.refresh()
-    assert record(1)[0] in reader
-    assert read(reader, range(50)) == [record(n)[1] for n in range(50)]
-    assert read(reader, range(40, 60)) == [record(n)[1] for n in range(40, 50)]
+    assert segment(1)[0] in reader
+    assert [*read(reader, range(40, 60))] == [*range(40, 50)]
     assert SegmentStore(tmp_path / "kv", MB).secret == reader.secret
 
 
-def test_the_folder_tells_nothing_to_others(tmp_path: Path) -> None:
+def test_the_folder_is_closed_to_others(tmp_path: Path) -> None:
     store = written(tmp_path / "kv", range(3))
     assert store.folder.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in store.folder.iterdir())
-    assert all(len(file.stem) == 32 for file in segments(store))  # random names
     store.folder.chmod(0o755)
-    with pytest.raises(FolderIsOpen):
+    with pytest.raises(PermissionError):
         SegmentStore(store.folder, MB)
 
 
@@ -54,67 +49,82 @@ def test_a_folder_of_another_user_is_refused(
 ) -> None:
     store = SegmentStore(tmp_path / "kv", MB)
     monkeypatch.setattr(os, "geteuid", lambda: store.folder.stat().st_uid + 1)
-    with pytest.raises(FolderIsOpen, match="another user"):
+    with pytest.raises(PermissionError, match="other users own it"):
         SegmentStore(store.folder, MB)
 
 
 def test_the_least_recently_used_segments_are_removed_first(tmp_path: Path) -> None:
     store = SegmentStore(tmp_path / "kv", 400_000)
-    data = bytes(80_000)
+    data = memoryview(bytes(80_000))
     for number in range(1, 5):
-        store.write([(record(number)[0], data)], 1)
-        [file] = [file for file in segments(store) if record(number)[0] in file.read_bytes()]
-        os.utime(file, (number, number))
-    store.use([record(1)[0]])
+        store.write(segment(number)[0], data)
+        os.utime(file_of(store, number), (number, number))
+    (store.folder / "00.segment.tmp").write_bytes(bytes(50_000))
+    os.utime(store.folder / "00.segment.tmp", (1, 1))  # a killed process has left it
+    store.use([segment(1)[0]])
     for number in (5, 6):
-        store.write([(record(number)[0], data)], 1)
-        assert store.usage().bytes <= 400_000
-    assert [n for n in range(7) if record(n)[0] in store] == [1, 4, 5, 6]
+        store.write(segment(number)[0], data)
+        store.refresh()
+        assert store.usage.bytes <= 400_000
+    assert [n for n in range(7) if segment(n)[0] in store] == [1, 4, 5, 6]
+    assert not [*store.folder.glob("*.tmp")]
 
 
-def test_a_record_that_no_segment_holds_is_left_out(tmp_path: Path) -> None:
-    store = SegmentStore(tmp_path / "kv", 100_000)
-    assert store.write([(record(0)[0], bytes(50_000)), record(1)], 2) == len(record(1)[1])
-    assert record(0)[0] not in store
-    assert read(store, range(1, 2)) == [record(1)[1]]
+def test_the_first_segment_of_a_prefix_is_removed_last(tmp_path: Path) -> None:
+    store = written(tmp_path / "kv", range(3))
+    store.use(segment(number)[0] for number in range(3))
+    times = [file_of(store, number).stat().st_mtime_ns for number in range(3)]
+    assert times == sorted(times, reverse=True)
 
 
-def test_more_records_than_a_header_has_room_for_are_written_whole(tmp_path: Path) -> None:
-    store = SegmentStore(tmp_path / "kv", 64 * MB)
-    store.write(map(record, range(300)), 1)  # others of a prefix were removed meanwhile
-    assert read(store, range(300)) == [record(n)[1] for n in range(300)]
-    assert len(segments(store)) == 3
+def test_the_number_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_store, "MAX_FILES", 20)
+    store = written(tmp_path / "kv", range(50))
+    assert 18 <= len([*store.folder.glob("*.segment")]) <= 20
+    assert segment(49)[0] in store
 
 
-@pytest.mark.parametrize("place", [0, 20, 33, 40, 50, 60, 64, 4100, -1])
+def test_a_segment_that_is_larger_than_the_folder_is_left_out(tmp_path: Path) -> None:
+    store = written(tmp_path / "kv", range(3), 100_000)
+    store.write(segment(5)[0], memoryview(bytes(100_000)))
+    assert segment(5)[0] not in store
+    assert [*read(store, range(3))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("place", [0, 20, 200, -1])
 def test_a_flipped_bit_loses_the_segment_alone(tmp_path: Path, place: int) -> None:
     store = written(tmp_path / "kv", range(10))
-    [file] = segments(store)
-    content = bytearray(file.read_bytes())
+    content = bytearray(file_of(store, 4).read_bytes())
     content[place] ^= 4
-    store.write(map(record, range(10, 12)), 2)
-    file.write_bytes(content)
-    again = SegmentStore(store.folder, MB)
-    again.refresh()
-    assert read(again, range(10)) in [[record(n)[1] for n in range(m)] for m in range(10)]
-    assert not file.exists()
-    assert read(again, range(10, 12)) == [record(10)[1], record(11)[1]]
+    file_of(store, 4).write_bytes(content)
+    assert [*read(store, range(10))] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert not file_of(store, 4).exists()
 
 
-def test_a_full_disk_leaves_no_file_and_the_segments_before(
+def test_a_segment_under_another_key_is_not_read(tmp_path: Path) -> None:
+    store = written(tmp_path / "kv", range(1))
+    file_of(store, 0).rename(file_of(store, 1))
+    assert not store.read(segment(1)[0], memoryview(bytearray(len(segment(0)[1]))))
+
+
+def test_an_index_is_there_while_the_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = written(tmp_path / "kv", range(5))
+    store = written(tmp_path / "kv", range(1))
+    reached, opened, scandir = threading.Event(), threading.Event(), os.scandir
 
-    def fail(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "no space left on device")
+    def hang(path: Path) -> object:
+        reached.set()
+        assert opened.wait(60)
+        return scandir(path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fail)
-        with pytest.raises(OSError, match="no space"):
-            store.write([record(9)], 1)
-    assert not list(store.folder.glob("*.tmp"))
-    assert read(store, range(5)) == [record(n)[1] for n in range(5)]
+    monkeypatch.setattr(os, "scandir", hang)
+    thread = threading.Thread(target=store.refresh)
+    thread.start()
+    assert reached.wait(60)
+    assert segment(0)[0] in store
+    opened.set()
+    thread.join()
 
 
 def test_kills_and_faults_give_no_other_bytes(tmp_path: Path) -> None:

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from batching.sequence import Form
 from worker.backends.native_attention import cpu_features
-from worker.model.language_model import LanguageModel
 from worker.model.paged_runner import PagedRunner, PromptRun, chunk_steps
 
 PROBE_TOKENS = 49
 SAMPLES = 4096  # bytes of each tensor
 CODE = ("batching", "worker")  # packages, of which some compute keys and values
-# They decode media, and compute the features of which the encoders make keys and values.
-MEDIA_PACKAGES = ("av", "numpy", "pillow", "soundfile", "soxr", "torchvision")
+# They compute, or decode the media of whose features the encoders make keys and values.
+PACKAGES = (
+    "torch", "transformers", "torchvision", "numpy", "av", "pillow", "soundfile", "soxr", "triton",
+)  # fmt: skip
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
@@ -50,30 +50,31 @@ def code_digest() -> bytes:
     return digest.digest()
 
 
-def media_versions() -> list[tuple[str, str]]:
-    """Return the packages on which the features of media depend, with their versions."""
-    found = (package for name in MEDIA_PACKAGES for package in metadata.distributions(name=name))
+def versions() -> list[tuple[str, str]]:
+    """Return the packages on which numbers depend, with their versions."""
+    found = (package for name in PACKAGES for package in metadata.distributions(name=name))
     return [(package.name, package.version) for package in found]
 
 
-def form_digest(runner: PagedRunner, form: Form, model: Callable[..., Any]) -> bytes:
-    """Return a digest of the logits of a fixed prompt, in chunks and one token alone: it tells
-    forms of the model apart, and kernels that depend on the machine or its memory."""
-    language = runner.language
-    prompts = language.random_prompts([min(PROBE_TOKENS, language.context - 1)])
-    run = PromptRun(language, prompts, runner.backend(form), model)
-    [logits] = run.run(chunk_steps(prompts, [len(prompts[0]) // 2]))
-    content = logits.cpu().contiguous().view(torch.uint8).numpy()
-    return blake2b(content.tobytes(), digest_size=16).digest()
-
-
-def fingerprint(language: LanguageModel, *settings: object) -> bytes:
-    """Return a digest of the weights, the configuration, the layout of the cache, the code and the
-    machine. `settings`: what else changes the bits."""
+def record_forms(runner: PagedRunner, *settings: object) -> Mapping[Form, bytes]:
+    """Return digests by form of the model, each of which is added once the form is complete: of the
+    weights, the configuration, the layout of the cache, the code and the machine, and of the logits
+    of a fixed prompt, in chunks and one token alone. These tell apart kernels that depend on the
+    machine or its memory. `settings`: what else changes the bits."""
+    language, forms = runner.language, dict[Form, bytes]()
     parts = (
         language.digest, language.model.config.to_json_string(), language.dtype, language.context,
         language.layers, language.windows, language.states, language.deterministic, settings,
-        code_digest(), torch.__version__, transformers.__version__, torch.__config__.show(),
-        torch.backends.cpu.get_cpu_capability(), cpu_features(),
+        code_digest(), versions(), torch.__config__.show(), cpu_features(),
+        language.device.type == "cuda" and torch.cuda.get_device_name(language.device),
     )  # fmt: skip
-    return blake2b(repr(parts).encode(), digest_size=16).digest()
+
+    def record(form: Form, model: Callable[..., Any]) -> None:
+        prompts = language.random_prompts([min(PROBE_TOKENS, language.context - 1)])
+        run = PromptRun(language, prompts, runner.backend(form), model)
+        [logits] = run.run(chunk_steps(prompts, [len(prompts[0]) // 2]))
+        content = logits.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        forms[form] = blake2b(repr(parts).encode() + content, digest_size=16).digest()
+
+    runner.record_form = record
+    return forms

@@ -84,8 +84,8 @@ class StateSlots(NamedTuple):
     checkpoints: int
     drafts: int = 0
 
-    def pool(self, kind: type[StatePool] = StatePool) -> StatePool:
-        return kind(self.sequences, self.checkpoints, self.drafts)
+    def pool(self) -> StatePool:
+        return StatePool(self.sequences, self.checkpoints, self.drafts)
 
 
 class PagedRunner:

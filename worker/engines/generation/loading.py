@@ -5,35 +5,32 @@ or, where the model does not run on it, with transformers' cache.
 import json
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Form
-from batching.state_pool import StatePool
-from batching.stored_blocks import StoredBlockPool, StoredStatePool
 from worker.backends.cached_runner import CachedRunner
 from worker.backends.quantization import without_outliers
 from worker.decision_config import load_decision_config
 from worker.device.self_check import CannotRun
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.input_processor import InputProcessor
+from worker.engines.generation.stored_engine import StoredEngine
 from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.messages.generation import PLURALS, TEXT_ONLY
 from worker.model.attention.kv_cache import BLOCK
+from worker.model.fingerprint import record_forms, weights_digest
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import cache_bytes, load_paged_runner, too_small
+from worker.segment_store import open_store
 from worker.template_file import read_template
 from worker.vision.media_preprocessor import MediaPreprocessor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 from worker.vision.processor import Processor, load_processor
 from worker.vision.self_check import check_multimodal, refuse, refuse_failing
-
-if TYPE_CHECKING:
-    from worker.engines.generation.prefix_store import PrefixStore
 
 log = logging.getLogger("onequeue.generation")
 
@@ -54,7 +51,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     language = load_language_model(options)
     language.extend_context(options.max_model_len)
     if options.kv_cache_dir != "none" and options.simulated_model == "none":
-        record_weights(language)
+        language.digest = weights_digest(language.model.state_dict())  # before they are packed
     language.template_defaults = json.loads(options.chat_template_kwargs)
     language.reasoning, language.default_seed = options.reasoning, options.default_seed
     language.decision_config = load_decision_config(options.decision_config, language.folder)
@@ -99,39 +96,6 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     return engine
 
 
-def record_weights(language: LanguageModel) -> None:
-    """Have keys and values stored that these weights give, before they are packed."""
-    from worker.model.fingerprint import weights_digest
-
-    if language.device.type == "cpu":
-        language.digest = weights_digest(language.model.state_dict())
-    else:
-        log.warning("KV_CACHE_DIR is not used: the model is on a GPU")
-
-
-def open_prefix_store(
-    runner: PagedRunner, options: GeneratorOptions, preprocessor: MediaPreprocessor | None
-) -> "PrefixStore":
-    """Return the prefixes of a model on disk."""
-    from worker.engines.generation.prefix_store import PrefixStore
-    from worker.model.fingerprint import fingerprint, form_digest, media_versions
-    from worker.segment_store import open_store
-
-    settings = (
-        options.quantization, options.compile, options.lora_dir != "none", runner.max_model_len,
-        preprocessor and (preprocessor.processor.settings, media_versions()), options.max_image_mp,
-    )  # fmt: skip
-    numerics = fingerprint(runner.language, *settings)
-    store = open_store(options.kv_cache_dir, int(options.kv_cache_dir_gb * 1e9))
-    prefixes = PrefixStore(store, runner.cache, numerics)
-
-    def record_form(form: Form, model: Any) -> None:
-        prefixes.form_digests[form] = form_digest(runner, form, model)
-
-    runner.record_form = record_form
-    return prefixes
-
-
 def load_media_preprocessor(language: LanguageModel, max_pixels: int) -> MediaPreprocessor | None:
     """Return None if the model serves text only: without a processor that loads, with a warning in
     the log, or with no kind of media that the model runs with."""
@@ -174,8 +138,11 @@ def paged_engine(
     kind: type[GenerationEngine] = GenerationEngine,
 ) -> GenerationEngine:
     language = runner.language
+    if language.digest:
+        settings = options.quantization, options.compile, options.lora_dir != "none"
+        media = preprocessor and (preprocessor.processor.settings, options.max_image_mp)
+        forms = record_forms(runner, runner.max_model_len, settings, media)
     # the compiler chooses the order of sums by the number of rows
-    prefixes = open_prefix_store(runner, options, preprocessor) if language.digest else None
     if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()
     else:
@@ -189,20 +156,17 @@ def paged_engine(
 
         runner = SimulatedRunner(runner, options, input_processor.eos_token_ids)
         speculates = False
-    block_pool, state_pool = BlockPool, StatePool
     is_reserved = options.kv_cache_gb is not None or language.device.type == "cuda"
     fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
     def new_scheduler() -> ContinuousScheduler:
-        states = runner.slots.pool(state_pool) if language.states else None
-        pool = block_pool(runner.blocks, BLOCK, fresh_fraction, states)
+        states = runner.slots.pool() if language.states else None
+        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
-    if prefixes:
-        from worker.engines.generation.stored_engine import StoredEngine
-
-        block_pool, state_pool = StoredBlockPool, StoredStatePool
-        return StoredEngine(runner, input_processor, new_scheduler, speculates, prefixes)
+    if language.digest:
+        store = open_store(options.kv_cache_dir, int(options.kv_cache_dir_gb * 1e9))
+        return StoredEngine(runner, input_processor, new_scheduler, speculates, store, forms)
     return kind(runner, input_processor, new_scheduler, speculates)
 
 
