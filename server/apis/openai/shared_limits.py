@@ -49,11 +49,11 @@ LEFT = f"SELECT name, {REFILLED} FROM limits WHERE {REFILLED} < per_minute"
 DEAD = f"DELETE FROM parallel_requests WHERE process NOT IN (SELECT objid::bigint {PROCESSES})"
 OTHERS = "SELECT name, sum(requests) FROM parallel_requests WHERE process != ? GROUP BY name"
 HOLD = (
-    "INSERT INTO parallel_requests SELECT name, ?::bigint, requests "
-    "FROM unnest(?::text[], ?::bigint[]) AS held (name, requests) "
-    "ON CONFLICT (name, process) DO UPDATE SET requests = excluded.requests "
-    "WHERE parallel_requests.requests != excluded.requests"
+    "INSERT INTO parallel_requests VALUES (?, ?, ?) ON CONFLICT (name, process) DO UPDATE "
+    "SET requests = excluded.requests WHERE parallel_requests.requests != excluded.requests"
 )
+
+Buckets = dict[str, TokenBucket]
 
 
 class SharedLimits(Store):
@@ -91,10 +91,7 @@ class SharedLimits(Store):
             bucket.exchange(taken[name], units, processes, now)
 
     def _exchange(
-        self,
-        buckets: dict[str, TokenBucket],
-        taken: dict[str, float],
-        parallel: dict[str, ParallelLimit],
+        self, buckets: Buckets, taken: dict[str, float], parallel: dict[str, ParallelLimit]
     ) -> tuple[dict[str, float], int]:
         """Return the units that buckets have left that are not full, and the number of processes.
         Raises DatabaseDown."""
@@ -109,6 +106,6 @@ class SharedLimits(Store):
             others: dict[str, int] = dict(self.database.execute(OTHERS, (own,)))
             for name, limit in parallel.items():
                 limit.exchange(int(others.get(name, 0)), processes)
-            held = [limit.held for limit in parallel.values()]
-            self.database.execute(HOLD, (own, [*parallel], held))
+            held = [(name, own, limit.held) for name, limit in parallel.items()]
+            self.database.execute_many(HOLD, held)
         return left, processes
