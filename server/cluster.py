@@ -11,9 +11,11 @@ than all of them run at a time. Ray gives a request its id, and sends it with th
 import asyncio
 import math
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import orjson
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.config import (
     AutoscalingConfig,
@@ -22,16 +24,14 @@ from ray.serve.config import (
     RequestRouterConfig,
 )
 from ray.serve.schema import LoggingConfig
+from starlette.requests import Request
+from starlette.responses import Response
 
 import server.app
 from batching.errors import WorkerDown
 from server.core.settings import load_settings
-from server.http.json import to_json
-from server.http.paths import route_path
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
     from server.core.worker_client import WorkerClient
     from server.http.request import Application
 
@@ -42,18 +42,15 @@ MAX_REPLICAS = 8
 GATHER_S = 5.0  # for the responses of all replicas: less than Prometheus waits
 
 
-class ReplicaResponse(NamedTuple):
-    id: str  # Ray's, of the replica
-    start: "Message"
-    body: bytes
+LOCAL: dict[str, Callable[[Request], Awaitable[Any]]] = {}  # by path: of this replica alone
 
 
-def merge_metrics(responses: list[ReplicaResponse]) -> bytes:
+def merge_metrics(replicas: dict[str, Response]) -> Response:
     """Return the metrics of all replicas, with the label `replica`; each family is in one place."""
     families: dict[bytes, list[bytes]] = {}  # series by the lines above them, HELP and TYPE
-    for id, _, body in responses:
+    for id, response in replicas.items():
         label = b'replica="%b"' % id.encode()
-        body = re.sub(rb"(?m)^([\w:]+)\{", rb"\1{%b," % label, body)
+        body = re.sub(rb"(?m)^([\w:]+)\{", rb"\1{%b," % label, bytes(response.body))
         body = re.sub(rb"(?m)^([\w:]+) ", rb"\1{%b} " % label, body)
         for line in body.strip().split(b"\n"):
             if line.startswith(b"#"):
@@ -61,46 +58,36 @@ def merge_metrics(responses: list[ReplicaResponse]) -> bytes:
             else:
                 family.append(line)
     lines = [line for head, family in families.items() for line in (head, *family)]
-    return b"\n".join(lines) + b"\n"
+    return Response(b"\n".join(lines) + b"\n", media_type=CONTENT_TYPE_LATEST)
 
 
-def merge_queues(responses: list[ReplicaResponse]) -> bytes:
-    """Return the queues of all replicas as one. Each request has the id of its `replica`."""
-    queues = {id: orjson.loads(body) for id, _, body in responses}
-    totals = {name: sum(queue[name] for queue in queues.values()) for name in ("inputs", "slots")}
-    requests = [request | {"replica": id} for id in queues for request in queues[id]["requests"]]
-    requests.sort(key=lambda request: -request["age_s"])
-    return to_json(totals | {"requests": requests})
+MERGE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "/metrics": merge_metrics,
+    "/debug/queue": lambda queues: {"replicas": queues},
+}
 
 
-MERGE = {"/metrics": merge_metrics, "/debug/queue": merge_queues}
-
-
-async def respond_for_all(scope: "Scope", receive: "Receive", send: "Send") -> None:
-    """The app of a replica: `GET` of a path in MERGE is the response of all replicas."""
-    path = route_path(scope) if scope["type"] == "http" else ""
-    if path not in MERGE or scope["method"] != "GET":
-        await server.app.app(scope, receive, send)
-        return
+async def respond_for_all(path: str, request: Request) -> object:
+    await LOCAL[path](request)  # raises if it is refused
     context = serve.get_replica_context()
     handle = serve.get_deployment_handle(context.deployment, context.app_name)
-    call = handle.broadcast("respond", scope)
+    scope = {name: request.scope[name] for name in ("type", "headers", "context")}
+    call = handle.broadcast("respond", path, scope)
     results = await call.results_async(timeout_s=GATHER_S, return_exceptions=True)
-    responses = [result for result in results if isinstance(result, ReplicaResponse)]  # or has died
-    _, start, body = max(responses, key=lambda response: response.start["status"])
-    if start["status"] == 200:  # no replica refuses
-        body = MERGE[path](responses)
-    headers = [header for header in start["headers"] if header[0] != b"content-length"]
-    await send(start | {"headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return MERGE[path](dict(result for result in results if isinstance(result, tuple)))
 
 
-def make_app() -> "ASGIApp":
+def make_app() -> "Application":
     """Return the app of a replica's process."""
     app: Application = server.app.app
     app.sends_request_id = False
     app.logs_requests = True
-    return respond_for_all
+    for route in app.routes:
+        if route.path in MERGE:
+            endpoint: Any = route.endpoint
+            LOCAL[route.path] = endpoint.respond
+            endpoint.respond = partial(respond_for_all, route.path)
+    return app
 
 
 class Replica:
@@ -109,20 +96,10 @@ class Replica:
         client: WorkerClient = server.app.app.worker_client
         return client
 
-    async def respond(self, scope: "Scope") -> ReplicaResponse:
-        """Respond to a request without a body, for this replica alone."""
-        messages: list[Message] = []
-
-        async def receive() -> "Message":
-            return {"type": "http.request"}
-
-        async def send(message: "Message") -> None:
-            messages.append(message)
-
-        await server.app.app(scope, receive, send)
-        body = b"".join(message.get("body", b"") for message in messages[1:])
-        id = serve.get_replica_context().replica_id.unique_id
-        return ReplicaResponse(id, messages[0], body)
+    async def respond(self, path: str, scope: dict[str, Any]) -> tuple[str, object]:
+        """Return the id of this replica, and its own response."""
+        response = await LOCAL[path](Request(scope | {"app": server.app.app}))
+        return serve.get_replica_context().replica_id.unique_id, response
 
     async def check_health(self) -> None:
         """Wait for the models at the start; raise if the worker is dead or stuck."""
