@@ -1,4 +1,5 @@
-"""A token bucket: a limit of units per minute, with bursts of up to one minute's units.
+"""A token bucket: a limit of units per minute, with bursts of up to one minute's units; and a limit
+of requests that run at the same time.
 
 Work is counted after it has run, when its size is known. The remaining units may therefore become
 negative, and refill from there. Pure state: no clock.
@@ -51,3 +52,32 @@ class TokenBucket:
         part = self.per_minute / self._processes
         self._part = min(part, self._part + part * seconds / 60)
         self.taken = min(self.taken, part)
+
+
+class ParallelLimit:
+    """`held`: the requests that this process runs, and those that the others leave to it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.running, self.held = limit, 0, 0
+        self._processes, self._allowed = 1, limit
+        self._has_refused = False  # since the last exchange
+
+    def start(self) -> bool:
+        """Count a request that starts to run, and return whether it may."""
+        may_run = self.running < self._allowed
+        self.running += may_run
+        self._has_refused |= not may_run
+        return may_run
+
+    def exchange(self, held_by_others: int, processes: int) -> None:
+        """Hold an equal part of what no process holds, rounded up after a refusal. A process that
+        runs none may run one that it does not hold, so that a small limit is not divided to 0."""
+        free = self.limit - held_by_others - self.running
+        part = math.ceil(free / processes) if self._has_refused and free > 0 else free // processes
+        self.held = self.running + max(0, part)
+        self._allowed = max(self.running + part, min(1, free))
+        self._processes, self._has_refused = processes, False
+
+    def go_alone(self) -> None:
+        """No exchange was possible: this process runs its part of the limit."""
+        self._allowed = max(1, self.limit // self._processes)

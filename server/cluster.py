@@ -5,12 +5,17 @@
 A replica is started once its models are loaded. It refuses what its queue does not take itself:
 Ray's own limit of ongoing requests is above it. Replicas are added while more inputs are accepted
 than all of them run at a time. Ray gives a request its id, and sends it with the response.
+`GET /metrics` and `GET /debug/queue` reach one replica, which asks all of them.
 """
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.config import (
     AutoscalingConfig,
@@ -19,6 +24,8 @@ from ray.serve.config import (
     RequestRouterConfig,
 )
 from ray.serve.schema import LoggingConfig
+from starlette.requests import Request
+from starlette.responses import Response
 
 import server.app
 from batching.errors import WorkerDown
@@ -32,6 +39,42 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # A client that finds the queue filled by others still gets its share of slots.
 MAX_QUEUES = 8
 MAX_REPLICAS = 8
+GATHER_S = 5.0  # for the responses of all replicas: less than Prometheus waits
+
+
+LOCAL: dict[str, Callable[[Request], Awaitable[Any]]] = {}  # by path: of this replica alone
+
+
+def merge_metrics(replicas: dict[str, Response]) -> Response:
+    """Return the metrics of all replicas, with the label `replica`; each family is in one place."""
+    families: dict[bytes, list[bytes]] = {}  # series by the lines above them, HELP and TYPE
+    for id, response in replicas.items():
+        label = b'replica="%b"' % id.encode()
+        body = re.sub(rb"(?m)^([\w:]+)\{", rb"\1{%b," % label, bytes(response.body))
+        body = re.sub(rb"(?m)^([\w:]+) ", rb"\1{%b} " % label, body)
+        for line in body.strip().split(b"\n"):
+            if line.startswith(b"#"):
+                family = families.setdefault(line, [])
+            else:
+                family.append(line)
+    lines = [line for head, family in families.items() for line in (head, *family)]
+    return Response(b"\n".join(lines) + b"\n", media_type=CONTENT_TYPE_LATEST)
+
+
+MERGE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "/metrics": merge_metrics,
+    "/debug/queue": lambda queues: {"replicas": queues},
+}
+
+
+async def respond_for_all(path: str, request: Request) -> object:
+    await LOCAL[path](request)  # raises if it is refused
+    context = serve.get_replica_context()
+    handle = serve.get_deployment_handle(context.deployment, context.app_name)
+    scope = {name: request.scope[name] for name in ("type", "headers", "context")}
+    call = handle.broadcast("respond", path, scope)
+    results = await call.results_async(timeout_s=GATHER_S, return_exceptions=True)
+    return MERGE[path](dict(result for result in results if isinstance(result, tuple)))
 
 
 def make_app() -> "Application":
@@ -39,6 +82,11 @@ def make_app() -> "Application":
     app: Application = server.app.app
     app.sends_request_id = False
     app.logs_requests = True
+    for route in app.routes:
+        if route.path in MERGE:
+            endpoint: Any = route.endpoint
+            LOCAL[route.path] = endpoint.respond
+            endpoint.respond = partial(respond_for_all, route.path)
     return app
 
 
@@ -47,6 +95,11 @@ class Replica:
     def worker_client(self) -> "WorkerClient":
         client: WorkerClient = server.app.app.worker_client
         return client
+
+    async def respond(self, path: str, scope: dict[str, Any]) -> tuple[str, object]:
+        """Return the id of this replica, and its own response."""
+        response = await LOCAL[path](Request(scope | {"app": server.app.app}))
+        return serve.get_replica_context().replica_id.unique_id, response
 
     async def check_health(self) -> None:
         """Wait for the models at the start; raise if the worker is dead or stuck."""

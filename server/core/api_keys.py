@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from batching.fair_share import Priority
-from batching.token_bucket import TokenBucket
+from batching.token_bucket import ParallelLimit, TokenBucket
 from server.core.settings import Settings, SettingsError, read_toml
 
 log = logging.getLogger("onequeue.api_keys")
@@ -42,6 +42,7 @@ class KeyTable(Struct, forbid_unknown_fields=True):
     admin: bool = False
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+    max_parallel_requests: Limit | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,7 @@ class ApiKey:
     admin: bool = False
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
+    parallel: ParallelLimit | None = None
 
 
 NO_KEY = ApiKey(b"", "")  # of requests that need none
@@ -139,6 +141,7 @@ def _key_of(where: str, name: str, table: Any, before: dict[bytes, ApiKey]) -> t
         rights.admin,
         _bucket(rights.requests_per_minute, old.requests if old else None),
         _bucket(rights.tokens_per_minute, old.tokens if old else None),
+        _parallel(rights.max_parallel_requests, old.parallel if old else None),
     )
     return bytes.fromhex(rights.sha256), key
 
@@ -147,3 +150,9 @@ def _bucket(per_minute: int | None, before: TokenBucket | None) -> TokenBucket |
     if per_minute is None or (before and before.per_minute == per_minute):
         return before if per_minute else None
     return TokenBucket(per_minute, time.monotonic())
+
+
+def _parallel(limit: int | None, before: ParallelLimit | None) -> ParallelLimit | None:
+    if limit is None or (before and before.limit == limit):
+        return before if limit else None
+    return ParallelLimit(limit)

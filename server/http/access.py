@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import ip_network
+from typing import NoReturn
 
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from batching.fair_share import Priority
-from batching.token_bucket import TokenBucket
+from batching.token_bucket import EXCHANGE_S, TokenBucket
 from server.core.api_keys import NO_KEY, PRIORITIES, ApiKey, Keyring
 from server.core.request_context import RequestContext
 from server.http.cross_site import CrossSiteRules, parse_address
@@ -46,6 +47,7 @@ def identify(scope: Scope, keyring: Keyring, rules: CrossSiteRules) -> None:
         if (priority := priority_of(scope, key)) != key.priority:
             scope["context"] = replace(scope["context"], priority=priority)
         count_request(key)
+        scope["parallel"] = key.parallel
 
 
 def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey:
@@ -75,10 +77,14 @@ def keys_in(scope: Scope) -> list[bytes]:
 
 
 def count_request(key: ApiKey) -> None:
-    """Count a request against the limits of its key; HttpError (429) if one is used up."""
+    """Count a request against the limits of its key; HttpError (429) if one is used up. It runs
+    until its response has ended."""
     check_tokens(key)
     if key.requests:
         _check_limit(key, key.requests, "requests")
+    if key.parallel and not key.parallel.start():
+        _refuse(key, f"{key.parallel.limit} parallel requests", EXCHANGE_S, "requests")
+    if key.requests:
         key.requests.take(1, time.monotonic())
 
 
@@ -90,10 +96,13 @@ def check_tokens(key: ApiKey) -> None:
 
 def _check_limit(key: ApiKey, bucket: TokenBucket, unit: str) -> None:
     if wait_s := bucket.wait_s(1, time.monotonic()):
-        seconds = math.ceil(wait_s)
-        limit = f"the limit of {bucket.per_minute} {unit} per minute of the key {key.name!r}"
-        message = f"{limit} is reached; try again in {seconds} s"
-        raise HttpError(429, message, headers=[(b"retry-after", b"%d" % seconds)], type=unit)
+        _refuse(key, f"{bucket.per_minute} {unit} per minute", wait_s, unit)
+
+
+def _refuse(key: ApiKey, limit: str, wait_s: float, unit: str) -> NoReturn:
+    seconds = math.ceil(wait_s)
+    message = f"the limit of {limit} of the key {key.name!r} is reached; try again in {seconds} s"
+    raise HttpError(429, message, headers=[(b"retry-after", b"%d" % seconds)], type=unit)
 
 
 def limit_headers(key: ApiKey) -> Iterator[Header]:

@@ -168,6 +168,8 @@ class Application:
             await self.respond(scope, receive, send_with_id)
         finally:
             self.memory.release(transfer)
+            if parallel := scope.get("parallel"):
+                parallel.running -= 1
             path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
             endpoint = path if path in self.paths else "other"

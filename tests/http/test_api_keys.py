@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,7 @@ FIELDS = {
     "few": "requests_per_minute = 2",
     "short": "tokens_per_minute = 4",
     "boss": "admin = true",
+    "pair": "max_parallel_requests = 2\nrequests_per_minute = 5",
 }
 
 
@@ -109,6 +111,40 @@ def test_tokens_count_when_they_are_generated(server: Server) -> None:
     assert refused.status_code == 429
     assert error_of(refused)["type"] == "tokens"
     assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_requests_that_run_are_limited_until_their_responses_end(
+    server: Server, generator: FakeGenerator
+) -> None:
+    def running() -> int:
+        key = server.app.keyring.find(b"pair")
+        assert key
+        assert key.parallel
+        return key.parallel.running
+
+    generator.one_by_one = True
+    generator.permits.release(9)  # for the headers of both streams
+    headers = {"x-api-key": "pair"}
+    body = {"prompt": "long", "stream": True, "max_tokens": 100}
+    stream = partial(CLIENT.stream, "POST", server.url + COMPLETIONS, json=body, headers=headers)
+    with stream() as left:
+        with stream() as first:
+            assert (first.status_code, left.status_code) == (200, 200)
+            refused = complete(server, "pair")
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            error = error_of(refused)
+            assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+            assert "limit of 2 parallel requests of the key 'pair'" in error["message"]
+            left_units = refused.headers["x-ratelimit-remaining-requests"]
+            assert left_units == "3", "a refused one is no request"
+            models = CLIENT.get(server.url + "/v1/models", headers=headers)
+            assert models.status_code == 200, "what runs no model is not limited"
+        wait_until(lambda: running() == 1)  # its client has left
+        generator.permits.release(9)
+        assert complete(server, "pair").status_code == 200
+        assert complete(server, "pair", "/v1/unknown").status_code == 404
+        wait_until(lambda: running() == 1)
+    generator.release()
 
 
 def test_a_stream_of_lines_ends_where_the_tokens_of_its_key_are_used_up(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Stored responses over HTTP: look-up, conversations, deletion, and background responses."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydantic import TypeAdapter
 
 from batching.fair_share import Priority
 from server import routes
+from server.apis.openai import jobs
+from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.database import DatabaseDown, SqliteDatabase
 from server.apis.openai.responses import endpoint
 from server.apis.openai.responses.store import ResponseStore
@@ -21,7 +24,7 @@ from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.matrix import matrix
-from tests.postgres import Databases
+from tests.postgres import Databases, Postgres
 from tests.response_events import (
     PATH,
     WHOLE,
@@ -582,3 +585,35 @@ def test_responses_are_lost_at_shutdown_without_a_file() -> None:
         id = response_document(respond(server))["id"]
     with serving(load_chat=FakeGenerator) as server:
         assert get_response(server, id).status_code == 404
+
+
+def test_a_chat_that_stores_nothing_costs_no_query(
+    postgres: Postgres, generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two polls, which exchange the limits of keys and read cancellations."""
+    poll, polled = BatchRunner._poll, threading.Event()
+
+    async def last_poll(runner: BatchRunner) -> None:
+        await poll(runner)
+        polled.set()
+
+    def last_query() -> Any:
+        [[started_at]] = postgres.execute(activity)
+        return started_at
+
+    monkeypatch.setattr(BatchRunner, "_poll", last_poll)
+    monkeypatch.setattr(jobs, "POLL_S", 1e6)
+    url = postgres.new_database()
+    name = url.partition("?")[0].rpartition("/")[2]
+    activity = f"SELECT max(query_start) FROM pg_stat_activity WHERE datname = '{name}'"
+    with serving(load_chat=lambda: generator, store=url) as server:
+        assert polled.wait(60)
+        before = last_query()
+        assert before
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "say a b"}]}
+        for body in (chat, chat | {"stream": True}):
+            CLIENT.post(server.url + "/v1/chat/completions", json=body).raise_for_status()
+        CLIENT.post(server.url + PATH, json={"input": "say a", "store": False}).raise_for_status()
+        assert last_query() == before
+        respond(server, "say a")
+        assert last_query() > before

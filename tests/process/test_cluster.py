@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving import wait_until
 
@@ -25,8 +25,14 @@ SESSIONS = [f"session {n}" for n in range(24)]
 SETTINGS = {
     "PIPELINE_MODEL": "none", "EMBEDDING_MODEL": "none", "CHAT_MODEL": "demo",
     "OMP_NUM_THREADS": "1", "MAX_QUEUE_SIZE": "64", "RAY_USAGE_STATS_ENABLED": "0",
+    "METRICS_KEYS": "metrics-key", "MODEL_CONTROL": "1",
+    # on a busy machine, where workers of the default niceness, 15, would hardly run
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
 }  # fmt: skip
+
+METRICS_KEY = {"x-api-key": "metrics-key"}
 
 
 def deploy(deployment: Any, replicas: int) -> None:
@@ -115,7 +121,7 @@ def test_any_replica_finds_a_stored_response(url: str) -> None:
 
 
 def test_a_full_queue_is_answered_by_the_replica(url: str) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(100) as pool:
         responses = list(pool.map(lambda n: post(url, CHAT, "one", body), range(100)))
     refused = [response for response in responses if response.status_code != 200]
@@ -167,14 +173,69 @@ def replica_processes() -> list[int]:
     return [pid for pid in replicas if is_ours(pid)]
 
 
+def read_metrics(url: str) -> dict[str, list[Any]]:
+    """Return the samples by their families; each must be in one place."""
+    response = httpx.get(f"{url}/metrics", headers=METRICS_KEY, timeout=120)
+    assert response.status_code == 200
+    families = [*text_string_to_metric_families(response.text)]
+    samples = {family.name: family.samples for family in families}
+    assert len(samples) == len(families)
+    return samples
+
+
+def requests_by_replica(url: str, endpoint: str) -> dict[str, float]:
+    counts: dict[str, float] = defaultdict(float)
+    for sample in read_metrics(url)["onequeue_requests"]:
+        if sample.labels["endpoint"] == endpoint:
+            counts[sample.labels["replica"]] += sample.value
+    return counts
+
+
 def sessions_by_replica(url: str) -> list[list[str]]:
+    """Return the sessions of each replica: of the one whose count of unknown paths rises."""
     sessions: dict[str, list[str]] = defaultdict(list)
+    before = requests_by_replica(url, "other")
     for session in SESSIONS:
-        metrics = httpx.get(f"{url}/metrics", headers={"x-session-id": session}, timeout=120).text
-        started_at = re.search(r"^process_start_time_seconds (.+)$", metrics, re.MULTILINE)
-        assert started_at
-        sessions[started_at[1]].append(session)
+        assert post(url, "/unknown", session, {}).status_code == 404
+        counts = requests_by_replica(url, "other")
+        [replica] = [id for id, count in counts.items() if count > before.get(id, 0)]
+        before = counts
+        sessions[replica].append(session)
     return [*sessions.values()]
+
+
+def test_metrics_are_those_of_all_replicas(url: str) -> None:
+    before = requests_by_replica(url, "other")
+    for session in SESSIONS:
+        assert post(url, "/unknown", session, {}).status_code == 404
+    after = requests_by_replica(url, "other")
+    added = {id: count - before.get(id, 0) for id, count in after.items()}
+    assert sum(added.values()) == len(SESSIONS)
+    assert sum(count > 0 for count in added.values()) == 2
+    families = read_metrics(url)
+    for name, samples in families.items():
+        assert {sample.labels["replica"] for sample in samples} <= added.keys(), name
+    assert len(families["onequeue_queue_depth"]) == 2
+    one_bucket = [s for s in families["onequeue_request_seconds"] if s.labels.get("le") == "+Inf"]
+    assert {sample.labels["endpoint"] for sample in one_bucket} >= {"other", "/metrics"}
+    refused = httpx.get(f"{url}/metrics", timeout=120)
+    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert "METRICS_KEYS" in refused.json()["error"]["message"]
+    assert httpx.head(f"{url}/metrics", headers=METRICS_KEY, timeout=120).status_code == 200
+    assert httpx.post(f"{url}/metrics", headers=METRICS_KEY, timeout=120).status_code == 405
+
+
+def test_the_queue_is_that_of_all_replicas(url: str) -> None:
+    sessions = sessions_by_replica(url)
+    assert len(sessions) == 2
+    with ThreadPoolExecutor(4) as pool:
+        streams = started_streams(url, pool, sessions[0][:2] + sessions[1][:2])
+        replicas = httpx.get(f"{url}/debug/queue", timeout=120).json()["replicas"]
+        ids = [request["id"] for queue in replicas.values() for request in queue["requests"]]
+        assert len({*ids}) == len(ids) == 4
+        assert [queue["inputs"] for queue in replicas.values()] == [2, 2]
+        assert [queue["slots"] for queue in replicas.values()] == [64, 64]
+        assert all(done.result() for done in streams)
 
 
 def test_a_killed_replica_fails_its_own_requests_alone(url: str) -> None:

@@ -4,12 +4,16 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.event_streams import CLIENT
+from tests.http.test_api_keys import write
 from tests.http.test_batches import chat_line, jsonl
 from tests.postgres import Postgres, running_postgres
 from tests.process.test_start import program, started
@@ -25,7 +29,9 @@ PROGRAM = """
 
     jobs.POLL_S = runner.POLL_S = 0.1
     postgres.RECONNECT_S = runner.RETRY_S = 1.0
-    settings = Settings(pipeline_model="none", embedding_model="none", store={url!r})
+    settings = Settings(
+        pipeline_model="none", embedding_model="none", store={url!r}, api_keys_file={keys!r}
+    )
     app = create_app(settings, load_chat=FakeGenerator)
     uvicorn.run(app, port=0, access_log=False, timeout_graceful_shutdown=1)
 """
@@ -76,8 +82,39 @@ def server() -> Iterator[Postgres]:
         yield postgres
 
 
+def test_a_limit_of_parallel_requests_holds_over_all_servers(
+    server: Postgres, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    write(keys, {"k": "max_parallel_requests = 20"})
+    command = program(PROGRAM, url=server.new_database(), keys=str(keys))
+    body, key = {"prompt": "hang", "max_tokens": 1}, {"x-api-key": "k"}
+    with ThreadPoolExecutor(64) as pool, ExitStack() as stack:
+        replicas = [Replica(command, stack) for _ in range(3)]
+
+        def post(replica: Replica) -> None:
+            with suppress(httpx.TransportError):  # it hangs until the server is killed
+                url = replica.url + "/v1/completions"
+                response = CLIENT.post(url, json=body, headers=key, timeout=600)
+                assert response.status_code == 429
+
+        def running() -> int:
+            """Send a request to each server, and return how many run at all of them."""
+            sent.extend([pool.submit(post, replica) for replica in replicas])
+            loads = [CLIENT.get(replica.url + "/load", headers=key) for replica in replicas]
+            return sum(load.json()["server_load"] for load in loads)
+
+        sent: list[Future[None]] = []
+        wait_until(lambda: running() >= 20, 240)
+        assert max(running() for _ in range(20)) <= 21
+        for replica in replicas:
+            replica.kill()
+        for request in sent:
+            request.result()
+
+
 def test_each_line_has_one_result_though_servers_and_the_database_end(server: Postgres) -> None:
-    command, count = program(PROGRAM, url=server.new_database()), 1500
+    command, count = program(PROGRAM, url=server.new_database(), keys="none"), 1500
     with ExitStack() as stack:
         replicas = [Replica(command, stack) for _ in range(3)]
         id = replicas[0].create([chat_line(str(n), f"say {n}") for n in range(count)])

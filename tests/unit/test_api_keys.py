@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batching.fair_share import Priority
-from batching.token_bucket import EXCHANGE_S, TokenBucket
+from batching.token_bucket import EXCHANGE_S, ParallelLimit, TokenBucket
 from server.core.api_keys import Keyring
 from server.core.settings import Settings, SettingsError
 
@@ -75,6 +75,7 @@ def test_a_key_is_found_by_its_digest_with_its_rights(path: Path) -> None:
         (table("requests_per_minute = 0"), "Expected `int` >= 1"),
         (table("tokens_per_minute = 1.5"), "got `float` - at `$.tokens_per_minute`"),
         (table("tokens_per_minute = true"), "got `bool`"),
+        (table("max_parallel_requests = 0"), "Expected `int` >= 1"),
         (table('admin = "yes"'), "Expected `bool`, got `str` - at `$.admin`"),
         (table() + table(name="bob"), "alice and bob have the same sha256"),
         ("[keys.é]\nsha256 = 1", "at line 1"),
@@ -104,17 +105,18 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reload_replaces_the_keys_and_keeps_what_is_used_of_their_limits(path: Path) -> None:
-    limits = "requests_per_minute = 5\ntokens_per_minute = 9"
+    limits = "requests_per_minute = 5\ntokens_per_minute = 9\nmax_parallel_requests = 3"
     keys = keyring(path, table(limits))
     before = keys.find(b"secret")
     changed = hashlib.sha256(b"new").hexdigest()
-    write(path, table("requests_per_minute = 5\ntokens_per_minute = 10", digest=changed))
+    write(path, table(limits.replace("= 9", "= 10"), digest=changed))
     keys.reload()
     after = keys.find(b"new")
     assert before
     assert after
     assert (keys.find(b"secret"), after.id) == (None, before.id)
     assert after.requests is before.requests
+    assert after.parallel is before.parallel is not None
     assert after.tokens is not before.tokens
 
 
@@ -201,3 +203,60 @@ def test_a_process_whose_part_is_taken_waits_for_the_next_exchange() -> None:
     assert bucket.wait_s(1, 0.0) == EXCHANGE_S
     bucket.exchange(2.0, 2.0, 2, 1.0)
     assert bucket.wait_s(1, 1.0) == 0
+
+
+class ParallelClients:
+    """Processes with a limit, of which each exchanges once a second at a time of its own."""
+
+    def __init__(self, limit: int, processes: int) -> None:
+        self.limits = [ParallelLimit(limit) for _ in range(processes)]
+        self.held = [0] * processes
+        for n in range(processes):
+            self.exchange(n)
+
+    def exchange(self, n: int) -> None:
+        self.limits[n].exchange(sum(self.held) - self.held[n], len(self.limits))
+        self.held[n] = self.limits[n].held
+
+    def run(self, seconds: int, busy: Sequence[int]) -> list[int]:
+        """Send requests to the busy processes, each of which lasts for a second. Return how many
+        ran at the same time."""
+        counts = []
+        for _ in range(seconds):
+            for n, limit in enumerate(self.limits):
+                limit.running = 0
+                while n in busy and limit.start():
+                    counts.append(sum(limit.running for limit in self.limits))
+                self.exchange(n)
+        return counts
+
+
+@pytest.mark.parametrize("limit", [3, 20, 1000])
+def test_processes_share_a_limit_of_parallel_requests(limit: int) -> None:
+    clients = ParallelClients(limit, 3)
+    for busy in ([0, 1, 2], [1], [0, 2]):
+        clients.run(20, busy)
+        counts = clients.run(20, busy)
+        assert max(counts) == limit
+
+
+def test_a_small_limit_of_parallel_requests_is_not_divided_to_nothing() -> None:
+    clients = ParallelClients(1, 3)
+    for n in (0, 1, 2):
+        assert clients.run(2, [n]) == [1, 1]
+        clients.run(1, [])
+        clients.run(1, [])
+
+
+def test_each_process_runs_its_part_while_the_store_is_lost() -> None:
+    clients = ParallelClients(20, 3)
+    clients.run(10, [0])
+    for limit in clients.limits:
+        limit.running = 0
+        limit.go_alone()
+        assert sum(limit.start() for _ in range(20)) == 6
+    small = ParallelLimit(1)
+    small.exchange(1, 3)
+    assert not small.start()
+    small.go_alone()
+    assert small.start(), "each process may run one"

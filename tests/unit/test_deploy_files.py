@@ -109,6 +109,15 @@ def test_two_servers_share_a_database_behind_nginx() -> None:
     assert ",postgres]" in DOCKERFILE
     database, name = environment["STORE"].rpartition("@")[2].split("/")
     assert services[database]["environment"]["POSTGRES_USER"] == name
+    for service in services.values():
+        volumes = {volume.split(":")[0] for volume in service.get("volumes", ())}
+        assert volumes <= compose["volumes"].keys()
+        dependencies = service.get("depends_on", ())
+        for name in dependencies:
+            is_plain = isinstance(dependencies, list)
+            assert is_plain or dependencies[name] == {"condition": "service_healthy"}
+            assert is_plain or services[name]["healthcheck"]["test"][0] == "CMD-SHELL"
+    assert services["a"]["command"][0].startswith("${MODEL:?"), "the entrypoint has the command"
     nginx = (DEPLOY / compose["configs"]["nginx"]["file"]).read_text()
     [script] = [part for part in services["nginx"]["command"] if "sed" in part]
     program = re.sub(r" /onequeue.conf > .*", "", script.strip())

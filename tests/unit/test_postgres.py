@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from batching.token_bucket import TokenBucket
+from batching.token_bucket import ParallelLimit, TokenBucket
 from server.apis.openai.batches.store import BatchStore
 from server.apis.openai.database import Database, DatabaseDown
 from server.app import create_app
@@ -167,7 +167,12 @@ def test_processes_share_the_limits_of_keys(opened: Callable[[], Any]) -> None:
         return keys[process].requests  # type: ignore[no-any-return]
 
     keys = [
-        SimpleNamespace(name="k", requests=TokenBucket(60, time.monotonic()), tokens=None)
+        SimpleNamespace(
+            name="k",
+            requests=TokenBucket(60, time.monotonic()),
+            tokens=None,
+            parallel=ParallelLimit(20),
+        )
         for _ in range(2)
     ]
     limits = []
@@ -195,3 +200,17 @@ def test_processes_share_the_limits_of_keys(opened: Callable[[], Any]) -> None:
         limits[0].database.execute(f"UPDATE limits SET units = 0, {stepped}")
         anyio.run(limits[1]._poll)
         assert bucket_of(1).left(time.monotonic()) == 60
+
+    running = [key.parallel for key in keys]
+    for _ in range(8):
+        while any([limit.start() for limit in running]):  # noqa: C419  # both
+            pass
+        for each in limits:
+            anyio.run(each._poll)
+    assert sum(limit.running for limit in running) == 20
+    kill(limits[1].database)
+    for _ in range(8):
+        while running[0].start():
+            pass
+        anyio.run(limits[0]._poll)
+    assert running[0].running == 20, "those of a dead process count no more"

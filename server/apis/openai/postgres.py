@@ -31,6 +31,11 @@ REPLY_S = 20.0  # for a statement: more than its timeout, which a paused server 
 RECONNECT_S = 5.0  # from an outage's end until all processes have their locks again
 LOCK_CLASS = 0x0E0E  # of the advisory locks of processes
 MIGRATION_LOCK = 0x0E0E0000
+# `objid` is the number of each process, without a sign.
+PROCESSES = (
+    "FROM pg_locks JOIN pg_database ON database = pg_database.oid "
+    f"WHERE datname = current_database() AND locktype = 'advisory' AND classid = {LOCK_CLASS}"
+)
 # A machine that is lost is noticed after 11 s without a reply.
 CONNECTION = {
     "connect_timeout": 2, "tcp_user_timeout": 5000, "keepalives_idle": 5, "keepalives_interval": 2,
@@ -134,11 +139,7 @@ class PostgresDatabase(Database):
 
     def count_processes(self) -> int:
         """Return the number of processes that use the database."""
-        locks = (
-            "SELECT count(*) FROM pg_locks JOIN pg_database ON database = pg_database.oid "
-            "WHERE datname = current_database() AND locktype = 'advisory' AND classid = ?"
-        )
-        return max(1, int(self.execute(locks, (LOCK_CLASS,))[0][0]))
+        return max(1, int(self.execute(f"SELECT count(*) {PROCESSES}")[0][0]))
 
     def renew(self) -> None:
         try:
