@@ -28,7 +28,10 @@ NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 WINDOW_S = 30  # of most feature extractors
 SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
 SAMPLE_SECONDS = 1.3, 0.6
-PLAIN_TEXT = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
+PLAIN_TEXT = {
+    **dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False),
+    "return_tensors": "pt",
+}
 
 Tensors = dict[str, Tensor]
 # From the media that a part is called with, and its options, to its output.
@@ -90,18 +93,23 @@ class Modality:
         self.token_id = next(id_ for id_ in candidates if id_ in ids)
         try:
             two, self.max_items = self.record(processor, [sample] * 2), None
+            if two.features.keys() != one.features.keys():  # a mask that one item alone lacks
+                self.max_items = 1
         except Exception:  # the processor takes one item of a text
             two, self.max_items = one, 1
         self.axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
-        tokens = len(ids)
         self.max_seconds, self.tokens_per_second = math.inf, 0.0
         if kind == "audio":
             self._measure_limits(processor)
+        counts = [(call.outputs, (1, len(token_ids(call.outputs)))) for call in (one, two)]
         self.output_names = frozenset(
             name
-            for name, value in one.outputs.items()
+            for name in one.outputs
             if name not in NOT_INPUTS
-            and (name in one.features or np.shape(value)[:2] != (1, tokens))
+            and (
+                name in one.features
+                or any(np.shape(outputs[name])[:2] != shape for outputs, shape in counts)
+            )
         )
 
     def samples(self) -> list[Any]:
