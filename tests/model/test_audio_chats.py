@@ -263,6 +263,16 @@ def test_equal_recordings_are_encoded_once() -> None:
     assert generator._encoder_scheduler.encoder.tiles_encoded == 1
 
 
+@pytest.mark.parametrize(("model", "tiles"), [("audioflamingo3", 3), ("musicflamingo", 1)])
+def test_windows_of_a_recording_are_encoded_apart(model: str, tiles: int) -> None:
+    """Where the encoder reads them apart; MusicFlamingo's rows depend on their time."""
+    generator = engine(model)
+    assert generator._encoder_scheduler
+    served, _ = serve(generator, [request("Tell me ", wav(3, 5.2)), request(ONE, "and this?")])
+    assert_generated(model, served)
+    assert generator._encoder_scheduler.encoder.tiles_encoded == tiles + 1
+
+
 def test_recording_evicted_from_the_cache_is_encoded_again() -> None:
     generator = engine("qwen2_audio")
     assert generator._encoder_scheduler

@@ -66,8 +66,12 @@ class Modality:
     `token` stands for an item in a text, `token_id` for each row of the encoder's output.
     `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `axes`: along which
     tensors of items are joined. `output_names`: outputs of the processor that belong to the media,
-    not to the text.
+    not to the text. `window_tokens`: of a window of a recording, 0 where the part makes no windows.
+    `is_split`: whether items are encoded in tiles.
     """
+
+    is_split = True
+    window_tokens = 0
 
     def __init__(self, processor: Any, kind: MediaKind, candidates: Sequence[int]) -> None:
         """`candidates`: ids that may be `token_id`."""
@@ -115,7 +119,10 @@ class Modality:
     def samples(self) -> list[Any]:
         """Return two valid items of noise, of different sizes."""
         if self.kind == "audio":
-            return [_noise(int(seconds * self.sampling_rate)) for seconds in SAMPLE_SECONDS]
+            longer_s, shorter_s = SAMPLE_SECONDS
+            if self.window_tokens:  # a window and a part of another
+                longer_s += self._window / self.sampling_rate
+            return [_noise(int(seconds * self.sampling_rate)) for seconds in (longer_s, shorter_s)]
         pixels = np.random.default_rng(0).integers
         shapes = ((height, width, 3) for width, height in SAMPLE_SIZES)
         return [Image.fromarray(pixels(0, 256, shape, np.uint8)) for shape in shapes]
@@ -124,7 +131,7 @@ class Modality:
         """Find the length from which the processor truncates recordings, and how many tokens a
         second of sound has, where it is the same for all lengths."""
         self.max_seconds = getattr(processor, "max_audio_len", math.inf)
-        window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
+        self._window = window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
         noise = _noise(window + self.sampling_rate)
         lengths = window // 2, window, len(noise)
         calls = [self.record(processor, [noise[:length]]) for length in lengths]
@@ -134,6 +141,9 @@ class Modality:
             self.max_seconds = min(self.max_seconds, window / self.sampling_rate)
         if counts[0] < counts[1] <= counts[2]:
             self.tokens_per_second = (counts[1] - counts[0]) / (window / 2 / self.sampling_rate)
+        pairs = [(np.shape(whole[name]), np.shape(longer[name])) for name in whole]
+        if counts[1] < counts[2] and all(two[:1] == (2,) == (2 * one[0],) for one, two in pairs):
+            self.window_tokens = counts[1]
 
     def size(self, item: Any) -> int:
         """Return what the processor reads of an item beside its features: a recording's samples."""
@@ -190,16 +200,22 @@ class Modality:
     def check_joinable(self, items: Sequence[Mapping[str, Any]]) -> None:
         """Raise InvalidInput if a prompt cannot have these items together."""
 
-    def split(self, tensors: Tensors, tokens: int) -> Sequence[Tensors]:
-        """Split an image into tiles, which bounds the time of one encoder run. It is split if all
-        its tensors are equally long along the axis that joins images, and that length divides its
-        number of `tokens`."""
+    def split(self, tensors: Tensors, tokens: int) -> Sequence[tuple[Tensors, int]]:
+        """Split an item into tiles, which bounds the time of one encoder run; return the tensors
+        and the number of tokens of each. It is split if all its tensors are equally long along the
+        axis that joins items. The tiles of an image have as many `tokens` each, those of a
+        recording are windows."""
         lengths = {tensor.shape[self.axes[name]] for name, tensor in tensors.items()}
-        length = lengths.pop() if self.kind == "image" and len(lengths) == 1 else 1
-        if length < 2 or tokens % length:
-            return [tensors]
+        length = lengths.pop() if self.is_split and len(lengths) == 1 else 1
+        each = self.window_tokens if self.kind == "audio" else tokens // length
+        rest = tokens - (length - 1) * each
+        if length < 2 or not 0 < rest <= each:
+            return [(tensors, tokens)]
         return [
-            {name: tensor.narrow(self.axes[name], n, 1) for name, tensor in tensors.items()}
+            (
+                {name: tensor.narrow(self.axes[name], n, 1) for name, tensor in tensors.items()},
+                each if n < length - 1 else rest,
+            )
             for n in range(length)
         ]
 

@@ -70,6 +70,7 @@ class MediaTile(NamedTuple):
 
     digest: bytes
     tensors: Tensors
+    token_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class MediaFeatures:
     is_complete: bool = True
 
     def without_encoder_inputs(self) -> "MediaFeatures":
-        tiles = [MediaTile(tile.digest, {}) for tile in self.tiles]
+        tiles = [tile._replace(tensors={}) for tile in self.tiles]
         tensors = {
             name: tensor
             for name, tensor in self.tensors.items()
@@ -260,9 +261,9 @@ class Processor:
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         text_inputs = {name: without_memory(name, value) for name, value in features.items()}
         parts = modality.split(tensors, count)
-        tiles = [MediaTile(digest, tensors)]
+        tiles = [MediaTile(digest, *parts[0])]
         if len(parts) > 1:
-            tiles = [MediaTile(_tile_digest(digest, n), part) for n, part in enumerate(parts)]
+            tiles = [MediaTile(_tile_digest(digest, n), *part) for n, part in enumerate(parts)]
         size = modality.size(item)
         return MediaFeatures(modality, digest, text_inputs, size, tensors, count, tiles)
 
@@ -384,7 +385,7 @@ def _items(
     items, first = list[MultimodalItem](), 0
     for features in media:
         for tile in features.tiles:
-            last = first + features.token_count // len(features.tiles) - 1
+            last = first + tile.token_count - 1
             span = slice(positions[first], positions[last] + 1)
             token_inputs = {name: tensor[:, span] for name, tensor in inputs.items()}
             items.append(
