@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import BatchFeature
 
 from worker.error_classification import first_line
 from worker.messages.generation import MediaKind
@@ -290,7 +291,7 @@ class _ReplacedPart:
     def __call__(self, media: Any = None, **options: Any) -> Any:
         for name in ("images", "videos", "audio", "raw_speech"):
             media = options.pop(name, media)
-        return self._process(media, options)
+        return BatchFeature(self._process(media, options))  # some read its attributes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)

@@ -106,8 +106,14 @@ def recorded_voice(pipe: Pipe, file: Path) -> Voice:
     voice = Voice(
         {}, {}, [{**turn, "content": [*turn["content"], {"type": "audio", "audio": samples}]}]
     )
-    pipe.preprocess(Conversation([*voice.turns, spoken_turn("a")]))
+    pipe.preprocess(conversation(voice, "a"))
     return voice
+
+
+def conversation(voice: Voice, text: str) -> Conversation:
+    """Return the turns of a voice and the text, as the pipeline takes them."""
+    messages: Any = [*voice.turns, spoken_turn(text)]  # annotated as a single one
+    return Conversation(messages)
 
 
 def spoken_turn(text: str) -> Message:
@@ -208,7 +214,7 @@ class SynthesisRunner(PipelineRunner):
                 raise InvalidInput(reason, "parameters.speed")
             forward[RATE] = speed * pipe.model.speaking_rate
         if voice.turns:
-            inputs, options = Conversation([*voice.turns, spoken_turn(inputs)]), {}
+            inputs, options = conversation(voice, inputs), {}
         try:
             chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
         except ValueError as error:  # of a processor: tokens that stand for audio
