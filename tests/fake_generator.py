@@ -28,7 +28,13 @@ from worker.adapter_folder import adapter_folder
 from worker.messages.adapters import Adapter
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
-from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput, SamplingDefaults
+from worker.messages.generation import (
+    TEXT_ONLY,
+    Chat,
+    GenerationInput,
+    SamplingDefaults,
+    transcription_chat,
+)
 from worker.messages.protocol import (
     ALONE,
     Fallback,
@@ -100,7 +106,7 @@ class FakeGenerator:
     hf_tokenizer: Any = None
     max_model_len = 4096
     refused_media = TEXT_ONLY  # a test may empty it
-    transcription_prompt = "Transcribe."
+    transcription_chat = staticmethod(transcription_chat)
     compile_state: Literal["running", "done", "off"] = "off"
     stage = ""
     fallbacks: tuple[Fallback, ...] = ()

@@ -11,7 +11,7 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_S
 from worker.engines.pipeline.engine import PipelineEngine
-from worker.messages.generation import TEXT_ONLY
+from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.protocol import ALONE, ModelInfo, NoOtherModels, OtherModels, Runner
 from worker.registry import ServedModel
 
@@ -28,7 +28,7 @@ class FakeRunner:
     others: OtherModels = ALONE
     max_model_len = 512
     refused_media = TEXT_ONLY
-    transcription_prompt = "Transcribe."
+    transcription_chat = staticmethod(transcription_chat)
 
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()

@@ -14,7 +14,7 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.messages.generation import TEXT_ONLY
+from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.scoring import EmbeddingOutput
 
 KEY = "the-key"
@@ -34,7 +34,7 @@ class LetterEmbedder(FakeRunner):
 
     max_model_len = 8
     refused_media = TEXT_ONLY
-    transcription_prompt = "Transcribe."
+    transcription_chat = staticmethod(transcription_chat)
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = list(item.payload.inputs)

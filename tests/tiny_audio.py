@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests import tiny_multimodal
-from tests.tiny import SMALL
+from tests.tiny import IDS, SMALL
 from tests.tiny import hf as hf
-from tests.tiny_decoders import with_random_vectors
-from tests.tiny_multimodal import CONTEXT, TEMPLATE, text
+from tests.tiny_decoders import MIXED, with_random_vectors
+from tests.tiny_multimodal import CONTEXT, PATCH, SIDE, SIZE, TEMPLATE, VISION, text
 from tests.tiny_multimodal import folder as folder
 from tests.tiny_tokenizers import llama_tokenizer
 
@@ -199,6 +199,334 @@ def qwen3_omni_moe_thinker() -> list[Any]:
     return omni_thinker("Qwen3OmniMoe", vision, audio, extractor, head_dim=8)
 
 
+def moss_transcribe_diarize() -> list[Any]:
+    """Its processor writes the seconds between the placeholders of a recording."""
+    names = "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"
+    tokenizer = new_tokenizer(*names, audio=f"{names[1]}{names[0]}{names[2]}")
+    config = hf.MossTranscribeDiarizeConfig(
+        audio_config={**SMALL, "num_mel_bins": MELS, "max_source_positions": 50 * SECONDS},
+        text_config=text(tokenizer, "Qwen3Config").to_dict(),
+        audio_token_id=tokenizer.convert_tokens_to_ids(names[0]),
+        audio_chunk_size=RATE * SECONDS,
+    )
+    model = with_random_vectors(hf.MossTranscribeDiarizeForConditionalGeneration(config))
+    extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=MELS, chunk_length=SECONDS)
+    processor = hf.MossTranscribeDiarizeProcessor(
+        extractor, tokenizer, chat_template=tokenizer.chat_template, time_marker_every_seconds=1
+    )
+    return [model, processor]
+
+
+def omniasr() -> list[Any]:
+    tokenizer = new_tokenizer("<extra_id_1>", audio="<extra_id_1>")
+    convolutions = {"conv_kernel": [10, 3, 3], "conv_stride": [10, 8, 8]}
+    config = hf.OmniASRConfig(
+        audio_config={
+            **SMALL, **convolutions, "conv_dim": [16, 16, 16], "num_conv_pos_embeddings": 8,
+            "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0,
+        },
+        text_config=text(tokenizer, "LlamaConfig").to_dict(),
+        audio_token_id=tokenizer.convert_tokens_to_ids("<extra_id_1>"),
+        initializer_range=0.5,
+        **IDS,
+    )  # fmt: skip
+    model = with_random_vectors(hf.OmniASRForConditionalGeneration(config))
+    extractor, template = hf.OmniASRFeatureExtractor(), tokenizer.chat_template
+    processor = hf.OmniASRProcessor(extractor, tokenizer, chat_template=template, **convolutions)
+    return [model, processor]
+
+
+HYBRID = ["linear_attention", "moe", "full_attention"]
+
+
+def nemo_speechlm() -> list[Any]:
+    tokenizer = new_tokenizer("<|audio|>", audio="<|audio|>")
+    sizes = {**SMALL, "num_mel_bins": MELS}
+    config = hf.Nemotron3_5TranscribeConfig(
+        audio_config={
+            "asr_config": sizes,
+            "diarization_config": {
+                "audio_config": sizes, "initializer_range": 0.5,
+                "head_config": {"hidden_size": 16, "num_speakers": 2, "audio_hidden_size": 32},
+                "streaming_config": {"num_speakers": 2, "speaker_cache_length": 16},
+            },
+        },
+        text_config=text(tokenizer, "NemotronHConfig", layers_block_type=HYBRID).to_dict(),
+        word_timestamp_config={**SMALL, "vocab_size": 20, "blank_token_id": 19},
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
+    )  # fmt: skip
+    model = with_random_vectors(hf.Nemotron3_5TranscribeForConditionalGeneration(config))
+    extractor, template = (
+        hf.NemotronAsrStreamingFeatureExtractor(feature_size=MELS),
+        tokenizer.chat_template,
+    )
+    processor = hf.Nemotron3_5TranscribeProcessor(
+        extractor, tokenizer, llama_tokenizer(), chat_template=template
+    )
+    return [model, processor]
+
+
+def fun_asr_nano() -> list[Any]:
+    pytest.importorskip("torchaudio")
+    token = "<|object_ref_start|>"
+    tokenizer = new_tokenizer(token, audio=token)
+    layers = {"num_hidden_layers": 4, "num_timestamp_prediction_layers": 1}
+    config = hf.FunAsrNanoConfig(
+        audio_config={**SMALL, "num_mel_bins": MELS, **layers},
+        adaptor_config={**SMALL, "intermediate_size": 8, "projector_hidden_size": 32},
+        text_config=text(tokenizer, "Qwen3Config").to_dict(),
+        audio_token_id=tokenizer.convert_tokens_to_ids(token),
+    )
+    model = with_random_vectors(hf.FunAsrNanoForConditionalGeneration(config))
+    extractor, template = (
+        hf.FunAsrNanoFeatureExtractor(feature_size=MELS),
+        tokenizer.chat_template,
+    )
+    return [model, hf.FunAsrNanoProcessor(extractor, tokenizer, chat_template=template)]
+
+
+def granite_speech_plus() -> list[Any]:
+    model, processor = granite_speech()
+    settings = model.config.to_dict()
+    del settings["model_type"]
+    config = hf.GraniteSpeechPlusConfig(**settings)
+    return [
+        with_random_vectors(hf.GraniteSpeechPlusForConditionalGeneration(config)),
+        processor,
+    ]
+
+
+def inkling() -> list[Any]:
+    """It takes images, too, like the next ones. Its encoder of sound is a sum of embeddings."""
+    names = {
+        "image_token": "<|unused_200054|>", "audio_token": "<|unused_200053|>",
+        "image_bos_token": "<|content_image|>", "audio_bos_token": "<|content_audio_input|>",
+    }  # fmt: skip
+    tokenizer = new_tokenizer(
+        *names.values(),
+        audio=names["audio_bos_token"] + names["audio_token"],
+        image=names["image_bos_token"] + names["image_token"],
+    )
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    config = hf.InklingConfig(
+        text_config=text(
+            tokenizer, "InklingTextConfig", swa_num_attention_heads=4, swa_num_key_value_heads=2,
+            swa_head_dim=8, layer_types=["hybrid_sliding", "hybrid"], rel_extent=16, d_rel=4,
+            mlp_layer_types=["dense", "sparse"], logits_mup_width_multiplier=1.0,
+        ).to_dict(),
+        audio_config={"n_mel_bins": 8, "mel_vocab_size": 16, "initializer_range": 0.5},
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "patch_size": PATCH, "initializer_range": 0.5,
+        },
+        **ids,
+    )  # fmt: skip
+    model = with_random_vectors(hf.InklingForConditionalGeneration(config))
+    processor = hf.InklingProcessor(
+        hf.InklingFeatureExtractor(feature_size=8),
+        hf.InklingImageProcessor(size={"height": PATCH, "width": PATCH}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
+def apertus1p5() -> list[Any]:
+    """Images and recordings become tokens of the vocabulary."""
+    names = {
+        "image_token": "<|image|>", "audio_token": "<|audio|>", "boi_token": "<boi>",
+        "eoi_token": "<eoi>", "image_wrapper_token": "<iw>", "eol_token": "<eol>",
+        "boa_token": "<boa>", "eoa_token": "<eoa>",
+    }  # fmt: skip
+    tokenizer = new_tokenizer(*names.values(), audio="<|audio|>", image="<|image|>")
+    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
+    tokenizer._set_model_specific_special_tokens(names)
+    count, codes = len(tokenizer), 64
+    config = hf.Apertus1p5Config(
+        text_config=text(
+            tokenizer, "Apertus1p5TextConfig", vocab_size=count + 2 * codes,
+            output_vocab_size=count,
+        ).to_dict(),
+        vision_config={
+            "codebook_size": codes, "embed_dim": 8, "latent_channels": 8, "base_channels": 32,
+            "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [],
+            "resolution": SIDE,
+        },
+        audio_config={
+            "codebook_size": codes, "codebook_dim": 16, "hidden_size": 16, "num_filters": 4,
+            "num_lstm_layers": 1, "decoder_num_layers": 1, "decoder_hidden_size": 16,
+            "decoder_intermediate_size": 16, "decoder_attention_num_groups": 4,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
+        image_token_offset=count, audio_token_offset=count + codes,
+    )  # fmt: skip
+    model = with_random_vectors(hf.Apertus1p5ForConditionalGeneration(config))
+    sizes = {"min_pixels": 16 * 16, "max_pixels": 32 * 32}
+    processor = hf.Apertus1p5Processor(
+        hf.Apertus1p5ImageProcessor(size=sizes, spatial_factor=2),
+        hf.WavTokenizerFeatureExtractor(sampling_rate=RATE),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
+def phi4_multimodal() -> list[Any]:
+    names = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
+    tokenizer = new_tokenizer(*names.values(), audio="<|audio|>", image="<|image|>")
+    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
+    tokenizer._set_model_specific_special_tokens(names)
+    image, audio = tokenizer.convert_tokens_to_ids([*names.values()])
+    config = hf.Phi4MultimodalConfig(
+        **SMALL, **IDS, num_key_value_heads=2, vocab_size=len(tokenizer),
+        max_position_embeddings=CONTEXT, original_max_position_embeddings=CONTEXT,
+        vision_config={**VISION, "crop_size": SIDE, "image_token_id": image},
+        audio_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_blocks": 2, "num_attention_heads": 4,
+            "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 16, "initializer_range": 0.5, "audio_token_id": audio,
+        },
+    )  # fmt: skip
+    model = with_random_vectors(hf.Phi4MultimodalForCausalLM(config))
+    processor = hf.Phi4MultimodalProcessor(
+        hf.Phi4MultimodalImageProcessor(size=SIZE, patch_size=PATCH, dynamic_hd=2),
+        hf.Phi4MultimodalFeatureExtractor(),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
+def gemma4_unified() -> list[Any]:
+    """Samples and pixels are projected, without an encoder."""
+    model, _, tokenizer, _ = tiny_multimodal.gemma4()
+    part = "{% if part.type == 'audio' %}<|audio|>{% elif part.type == 'image' %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% if part.type == 'image' %}", part)
+    names = tokenizer.init_kwargs["extra_special_tokens"]
+    tokenizer._set_model_specific_special_tokens(names)
+    kinds = ("boi", "image", "eoi", "boa", "audio", "video")
+    config = hf.Gemma4UnifiedConfig(
+        text_config=text(tokenizer, "Gemma4UnifiedTextConfig", head_dim=8).to_dict(),
+        vision_config={
+            "patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 256, "output_proj_dims": 32,
+            "initializer_range": 0.5,
+        },
+        audio_config={"audio_embed_dim": 640, "initializer_range": 0.5},
+        tie_word_embeddings=False,
+        **{f"{kind}_token_id": getattr(model.config, f"{kind}_token_id") for kind in kinds},
+    )  # fmt: skip
+    model = with_random_vectors(hf.Gemma4UnifiedForConditionalGeneration(config))
+    processor = hf.Gemma4UnifiedProcessor(
+        hf.Gemma4UnifiedAudioFeatureExtractor(),
+        hf.Gemma4UnifiedImageProcessor(patch_size=4, max_soft_tokens=70),
+        tokenizer,
+        hf.Gemma4UnifiedVideoProcessor(patch_size=4),
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
+def nemotron_h_omni() -> list[Any]:
+    names = {"image_token": "<image>", "audio_token": "<so_embedding>"}
+    marks = "<so_start>", "<so_end>", "<img>", "</img>", "<video>"
+    tokenizer = new_tokenizer(*names.values(), *marks, audio="<so_embedding>", image="<image>")
+    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
+    image, audio, video = tokenizer.convert_tokens_to_ids([*names.values(), "<video>"])
+    config = hf.NemotronH_Omni_Reasoning_V3_Config(
+        text_config=text(tokenizer, "NemotronHConfig", layers_block_type=HYBRID).to_dict(),
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "patch_size": PATCH, "image_size": SIDE, "max_img_size": 2 * SIDE, "patch_dim": 192,
+            "video_temporal_patch_size": 2, "initializer_range": 0.5,
+        },
+        audio_config={
+            **SMALL, "num_mel_bins": MELS, "subsampling_conv_channels": 8, "layerdrop": 0.0,
+            "projection_hidden_size": 32, "projection_bias": False,
+        },
+        force_image_size=SIDE, projector_hidden_size=32, vision_hidden_size=32,
+        image_token_id=image, audio_token_id=audio, video_token_id=video,
+    )  # fmt: skip
+    model = with_random_vectors(hf.NemotronH_Omni_Reasoning_V3(config))
+    processor = hf.NemotronH_Omni_Reasoning_V3Processor(
+        hf.NemotronH_Omni_Reasoning_V3ImageProcessor(
+            patch_size=PATCH, min_num_patches=4, max_num_patches=16
+        ),
+        hf.NemotronH_Omni_Reasoning_V3VideoProcessor(patch_size=PATCH),
+        tokenizer,
+        hf.ParakeetFeatureExtractor(feature_size=MELS),
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
+def muse_spark() -> list[Any]:
+    names = "<|patch|>", "<|video|>", "<|audio|>"
+    tokenizer = new_tokenizer(
+        *names, "<|image_start|>", "<|image_end|>", "<|vid_frame_separator|>", "<|vid_start|>",
+        "<|vid_end|>", "<|soft_audio_start|>", "<|soft_audio_end|>", audio=names[2], image=names[0],
+    )  # fmt: skip
+    image, video, audio = tokenizer.convert_tokens_to_ids([*names])
+    config = hf.MuseSparkConfig(
+        text_config=text(
+            tokenizer, "MuseSparkTextConfig", head_dim=8, moe_hidden_size=16, layer_types=MIXED,
+            output_multiplier=1.0,
+        ).to_dict(),
+        vision_config={
+            **SMALL, "patch_size": PATCH, "pos_emb_height": 8, "pos_emb_width": 8,
+            "max_position_embeddings": 64,
+        },
+        audio_config={
+            "patch_sizes": [16, 120], "hidden_sizes": [16, 32], "depths": [1, 1],
+            "num_hidden_layers": 2, "out_hidden_size": 32, "initializer_range": 0.5,
+        },
+        image_token_id=image, video_token_id=video, audio_token_id=audio,
+        out_hidden_size=4 * 32, projector_hidden_size=32,
+    )  # fmt: skip
+    model = with_random_vectors(hf.MuseSparkForConditionalGeneration(config))
+    processor = hf.MuseSparkProcessor(
+        hf.MuseGlimmerImageProcessor(patch_size=PATCH, merge_size=2),
+        hf.MuseGlimmerVideoProcessor(patch_size=PATCH, merge_size=2),
+        tokenizer,
+        hf.MuseSparkFeatureExtractor(sampling_rate=RATE),
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
+def dots3_note() -> list[Any]:
+    names = "<|imgpad|>", "<|video_pad|>", "<|audio_comp_pad|>"
+    tokenizer = new_tokenizer(*names, audio=names[2], image=names[0])
+    image, video, audio = tokenizer.convert_tokens_to_ids([*names])
+    layers = {"mlp_layer_types": ["dense", "sparse"]}
+    config = hf.Dots3NoteConfig(
+        text_config=text(
+            tokenizer, "Dots3NoteTextConfig", num_attention_heads=4, num_key_value_heads=4,
+            shared_experts_intermediate_size=32, index_topk=8, index_head_dim=16,
+            index_n_heads=2, **layers,
+        ).to_dict(),
+        vision_config={
+            **SMALL, "patch_size": PATCH, "mlp_layer_types": ["dense", "dense"],
+            "adapter_in_dim": 32, "adapter_out_dim": 32,
+        },
+        audio_config={
+            **SMALL, "feature_size": MELS, "downsample_hidden_size": 8, "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+        },
+        image_token_id=image, video_token_id=video, audio_token_id=audio,
+    )  # fmt: skip
+    model = with_random_vectors(hf.Dots3NoteForConditionalGeneration(config))
+    patches = {"patch_size": PATCH, "temporal_patch_size": 1, "merge_size": 2}
+    processor = hf.Dots3NoteProcessor(
+        hf.Qwen2VLImageProcessor(min_pixels=16 * 16, max_pixels=64 * 64, **patches),
+        tokenizer,
+        hf.Qwen2VLVideoProcessor(**patches),
+        hf.Dots3NoteFeatureExtractor(feature_size=MELS, chunk_length=SECONDS),
+        chat_template=tokenizer.chat_template,
+    )
+    return [model, processor]
+
+
 def voxtral() -> list[Any]:
     """Its processor renders a conversation with sound itself, and is not called with it."""
     tokenizer = new_tokenizer("[AUDIO]", audio="[AUDIO]")
@@ -220,9 +548,24 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     ),
     "glmasr": glmasr,
     "granite_speech": granite_speech,
+    "granite_speech_plus": granite_speech_plus,
+    "moss_transcribe_diarize": moss_transcribe_diarize,
+    "omniasr": omniasr,
+    "nemo_speechlm": nemo_speechlm,
+    "fun_asr_nano": fun_asr_nano,
     "gemma4": gemma4,
     "qwen3_asr": qwen3_asr,
     "qwen2_5_omni_thinker": qwen2_5_omni_thinker,
     "qwen3_omni_moe_thinker": qwen3_omni_moe_thinker,
 }
-tiny_multimodal.BUILDERS |= BUILDERS | REFUSED
+# Their processors need torchvision: see tests/video.
+WITH_TORCHVISION: dict[str, Callable[[], list[Any]]] = {
+    "inkling_mm_model": inkling,
+    "apertus1p5": apertus1p5,
+    "phi4_multimodal": phi4_multimodal,
+    "gemma4_unified": gemma4_unified,
+    "nemotron_h_omni": nemotron_h_omni,
+    "muse_spark": muse_spark,
+    "dots3_note": dots3_note,
+}
+tiny_multimodal.BUILDERS |= BUILDERS | REFUSED | WITH_TORCHVISION

@@ -23,6 +23,11 @@ VOCODER = {
     "initializer_range": 0.2,
 }
 EMBEDDING_SIZE = 8
+CSM_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|AUDIO|><|audio_eos|>{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
 
 
 def noisy_vits() -> list[Any]:
@@ -180,7 +185,11 @@ def musicgen() -> list[Any]:
 
 
 def csm() -> list[Any]:
-    tokenizer = llama_tokenizer()
+    """Its processor takes recordings in turns of a conversation."""
+    tokenizer = llama_tokenizer(CSM_TEMPLATE)
+    names = "<|AUDIO|>", "<|audio_eos|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    audio, end = tokenizer.convert_tokens_to_ids([*names])
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -203,9 +212,7 @@ def csm() -> list[Any]:
         num_key_value_heads=2,
         head_dim=8,
         intermediate_size=16,
-        upsampling_ratios=[4, 4],
         upsample_groups=16,
-        frame_rate=750.0,
     )
     config = hf.CsmConfig(
         text_vocab_size=len(tokenizer),
@@ -214,14 +221,22 @@ def csm() -> list[Any]:
         depth_decoder_config={**sizes, "backbone_hidden_size": 32, "max_position_embeddings": 9},
         codebook_eos_token_id=0,
         codebook_pad_token_id=63,
-        audio_token_id=7,
-        audio_eos_token_id=8,
+        audio_token_id=audio,
+        audio_eos_token_id=end,
         **sizes,
         **IDS,
     )
     model = hf.CsmForConditionalGeneration(config)
+    for part in (model.backbone_model, model.depth_decoder, model.lm_head):
+        for parameter in part.parameters():
+            if parameter.ndim > 1:  # narrow by default: each input samples the same codes
+                parameter.data.normal_(0, 0.5)
+    for name, buffer in model.codec_model.named_buffers():
+        if name.endswith("embed_sum"):  # zero by default: all codes sound alike
+            buffer.normal_()
     model.generation_config.update(max_new_tokens=6, do_sample=True)
-    return [model, tokenizer]
+    extractor = hf.EncodecFeatureExtractor(feature_size=1, sampling_rate=24_000)
+    return [model, hf.CsmProcessor(extractor, tokenizer, chat_template=CSM_TEMPLATE)]
 
 
 def write_voices(folder: Path, *names: str) -> str:

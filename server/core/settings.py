@@ -237,7 +237,8 @@ class Settings:
     )
     max_audio_s: float = setting(7200.0, "maximum length of a recording, in seconds", minimum=0.03)
     voices_dir: str = setting(
-        "none", "folder with a speaker embedding NAME.npy for each voice of text-to-audio models"
+        "none",
+        "folder with an embedding NAME.npy, or a recording, for each voice of text-to-audio models",
     )
     drain_delay_s: float = setting(
         0.0,

@@ -23,7 +23,7 @@ from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.serving import Server, serving, wait_until
-from worker.messages.generation import TEXT_ONLY
+from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.protocol import ModelInfo, StepOutcome
 from worker.messages.scoring import ScoringOutput
 
@@ -342,7 +342,7 @@ class FakeReranker:
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
     max_model_len = 512
     refused_media = TEXT_ONLY
-    transcription_prompt = "Transcribe."
+    transcription_chat = staticmethod(transcription_chat)
 
     @property
     def text_model(self) -> Any:

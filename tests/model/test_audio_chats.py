@@ -31,27 +31,14 @@ from worker.vision.processor import load_processor
 torch.set_num_threads(1)
 FAMILIES = [*tiny_audio.BUILDERS]
 # A short recording is encoded otherwise beside a longer one: with the library's own cache both are.
-UNPAGED = ["qwen3_omni_moe_thinker"]
+UNPAGED = ["qwen3_omni_moe_thinker", "granite_speech", "granite_speech_plus"]
 PAGED = [name for name in FAMILIES if name not in UNPAGED]
 MIXED = ["gemma4", "qwen2_5_omni_thinker"]  # they take images, too
-# Families whose processors take sound and text, without a tiny model here. Those that are refused
-# at load have the reason; the others are not compared yet.
+# Families whose processors take sound and text, without a tiny model that is served.
 NOT_COMPARED = {
-    "apertus1p5": "",
     "diffusion_gemma": "it does not generate token after token",
-    "dots3_note": "",
-    "fun_asr_nano": "its feature extractor needs torchaudio",
     "gemma3n": "its image encoder needs timm",
-    "gemma4_unified": "its processor needs torchvision",
-    "granite_speech_plus": "its feature extractor needs torchaudio",
-    "inkling_mm_model": "",
     "kyutai_speech_to_text": "its processor has no token for recordings",
-    "moss_transcribe_diarize": "",
-    "muse_spark": "",
-    "nemo_speechlm": "",
-    "nemotron_h_omni": "",
-    "omniasr": "",
-    "phi4_multimodal": "its processor needs torchvision",
     "qwen2_5_omni": "the thinker is served, not the whole with its talker",
     "qwen3_omni_moe": "the thinker is served, not the whole with its talker",
     "vibevoice_asr": "its encoder adds noise: no two forwards are equal",
@@ -64,6 +51,7 @@ THINKERS = {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
 MAY_BE_MISSING = {"apertus1p5", "omniasr", "voxtral_realtime"}
 OTHER_KINDS = {"seamless_m4t", "musicgen", "musicgen_melody", "whisper"}  # not chat models
 OUTPUT_TOKENS = 8
+RATE = {"sampling_rate": tiny_audio.RATE}
 
 
 @cache
@@ -127,6 +115,7 @@ def assert_generated(model: str, served: Sequence[Served]) -> None:
         inputs = processor(
             text=[text],
             audio=recordings or None,
+            **({"audio_kwargs": RATE} if recordings else {}),
             **({"images": images} if images else {}),
             text_kwargs={"add_special_tokens": False},
             return_tensors="pt",
@@ -171,7 +160,10 @@ def test_output_is_the_same_beside_other_requests_and_in_chunks(
     assert bool(driver.partial) == bool(tokens)
 
 
-@pytest.mark.parametrize("model", matrix(PAGED, "qwen2_audio"))
+# Recurrent layers continue at few places.
+@pytest.mark.parametrize(
+    "model", matrix([name for name in PAGED if name != "nemo_speechlm"], "qwen2_audio")
+)
 def test_prefix_cache_is_shared_by_equal_recordings_only(model: str) -> None:
     generator = engine(model)
     question = "What are these sounds, and what are they for? "
@@ -226,7 +218,7 @@ def test_unpaged_model_runs_recordings_on_transformers_cache(model: str, caches:
     assert_generated(model, served)
 
 
-@pytest.mark.parametrize("model", UNPAGED)
+@pytest.mark.parametrize("model", ["qwen3_omni_moe_thinker"])
 def test_images_beside_recordings_on_transformers_cache(model: str) -> None:
     assert loaded(model).info.batching == "static"
     served, _ = serve(unpaged(model), [request("See ", png(0), " hear ", ONE, SHORT, "?")])
@@ -238,6 +230,16 @@ def test_equal_recordings_are_encoded_once() -> None:
     serve(generator, [request(f"Number {n} ", ONE, " and ", ONE) for n in range(3)])
     assert generator._encoder_scheduler
     assert generator._encoder_scheduler.encoder.tiles_encoded == 1
+
+
+@pytest.mark.parametrize(("model", "tiles"), [("audioflamingo3", 3), ("musicflamingo", 1)])
+def test_windows_of_a_recording_are_encoded_apart(model: str, tiles: int) -> None:
+    """Where the encoder reads them apart; MusicFlamingo's rows depend on their time."""
+    generator = engine(model)
+    assert generator._encoder_scheduler
+    served, _ = serve(generator, [request("Tell me ", wav(3, 5.2)), request(ONE, "and this?")])
+    assert_generated(model, served)
+    assert generator._encoder_scheduler.encoder.tiles_encoded == tiles + 1
 
 
 def test_recording_evicted_from_the_cache_is_encoded_again() -> None:
@@ -353,7 +355,7 @@ def test_every_family_of_the_library_that_takes_sound_is_listed() -> None:
     ]
     names = {name for mapping in mappings for name in mapping} & {*processors}
     found = {name for name in names if takes_sound(processors[name])} - OTHER_KINDS
-    known = {*FAMILIES, *NOT_COMPARED}
+    known = {*FAMILIES, *tiny_audio.WITH_TORCHVISION, *NOT_COMPARED}
     assert found <= known
     assert known - found <= THINKERS | MAY_BE_MISSING
 
@@ -381,3 +383,41 @@ def test_models_without_sound_name_the_reason() -> None:
     preprocessor = loaded("qwen2_audio")
     assert preprocessor.text_model.refused_media["image"] == "this model takes no images"
     assert "audio" not in preprocessor.text_model.refused_media
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("qwen3_asr", {}),
+        ("qwen3_asr", {"language": "en"}),
+        ("qwen3_asr", {"language": "French", "prompt": "Names: Ann."}),
+        ("glmasr", {}),
+        ("audioflamingo3", {"prompt": "Write it down."}),
+        ("moss_transcribe_diarize", {}),
+    ],
+)
+def test_a_transcription_is_asked_for_as_the_processor_does(
+    model: str, fields: dict[str, str]
+) -> None:
+    processor = load_processor(str(tiny_audio.folder(model)))
+    processor.chat_template = processor.tokenizer.chat_template
+    [expected] = processor.apply_transcription_request([samples(ONE)], tokenize=False, **fields)
+    prepared = loaded(model).input_processor
+    chat = prepared.transcription_chat(fields.get("prompt"), fields.get("language"))
+    assert prepared.render(chat) == expected
+
+
+def test_a_language_is_named_where_the_request_has_none() -> None:
+    prepared = loaded("glmasr").input_processor
+    own = reference("glmasr")[1].default_transcription_prompt
+    assert f"{own} Its language is fr." in prepared.render(prepared.transcription_chat(None, "fr"))
+
+
+def test_a_language_that_the_processor_does_not_know_is_refused() -> None:
+    ask = loaded("qwen3_asr").input_processor.transcription_chat
+    with pytest.raises(InvalidInput, match="nowhere") as error:
+        ask(None, "nowhere")
+    assert error.value.param == "language"
+    with pytest.raises(InvalidInput) as error:
+        loaded("omniasr").input_processor.transcription_chat("Names: Ann.", None)
+    assert error.value.param == "prompt"

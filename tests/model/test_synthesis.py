@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from batching.errors import InvalidInput
@@ -193,6 +194,33 @@ def test_a_preset_of_the_processor_is_a_voice(voices: str) -> None:
     expected = by_library(run, 2, preprocess_params={"voice_preset": "en_two"})
     np.testing.assert_array_equal(speak(run, seed=2, voice="en_two"), expected)
     assert not np.array_equal(speak(run, seed=2), expected)
+
+
+def test_a_recording_is_a_voice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The sentence is a turn behind the recording and what is said in it."""
+    rng = np.random.default_rng(0)
+    for name, rate in (("ann.wav", 24_000), ("bob.FLAC", 8_000)):
+        soundfile.write(tmp_path / name, rng.integers(-9000, 9000, rate // 2, np.int16), rate)
+    (tmp_path / "ann.txt").write_text("hello there\n")
+    (tmp_path / "broken.wav").write_bytes(b"RIFF")
+    run = runner(folder("csm"), str(tmp_path))
+    assert run.info.voices == ("ann", "bob")
+    assert "voice left out" in caplog.text
+    said = run.voices["ann"].turns[0]["content"]
+    assert said[0]["text"] == "hello there"
+    library: Any = hf.AutoProcessor.from_pretrained(folder("csm"))
+    samples = soundfile.read(tmp_path / "ann.wav", dtype="float32")[0]
+    np.testing.assert_array_equal(said[1]["audio"], samples)
+    inputs = library(
+        text=f"[0]hello there<|AUDIO|><|audio_eos|>[0]{TEXT}", audio=[samples],
+        add_special_tokens=False, return_tensors="pt",
+    )  # fmt: skip
+    torch.manual_seed(4)
+    expected = run.pipe.model.generate(**inputs, output_audio=True)[0]
+    np.testing.assert_array_equal(speak(run, seed=4, voice="ann"), expected.numpy())
+    assert not np.array_equal(speak(run, seed=4, voice="bob"), expected.numpy())
+    with pytest.raises(InvalidInput, match="does not take the text"):
+        speak(run, "<|AUDIO|>", voice="ann")
 
 
 @pytest.mark.parametrize("voice", ["../ann", "/etc/passwd", "ann.npy", "repo_or_path", "", "\0"])

@@ -8,12 +8,12 @@ samples are counted while they are read. One thread at a time reads a recording.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import numpy as np
 
-from batching.errors import InvalidInput, OnequeueError, QueueFull
+from batching.errors import ClientGone, InvalidInput, OnequeueError, QueueFull
 from worker.media.media_process import (
     MAX_PROCESSES,
     AudioProcess,
@@ -78,6 +78,15 @@ class Recording:
         while not self.seconds and not self._ended:
             at += len(self.window(at, BLOCK))
         return self.seconds
+
+    def read(self, is_wanted: Callable[[], bool] = lambda: True) -> np.ndarray:
+        """Return all samples [n]. Raises ClientGone once not `is_wanted()`."""
+        parts = [NO_SAMPLES]
+        while len(block := self.window(sum(map(len, parts)), BLOCK)):
+            if not is_wanted():
+                raise ClientGone
+            parts.append(block)
+        return np.concatenate(parts)
 
     def window(self, start: int, count: int) -> np.ndarray:
         """Return samples [n] from `start` on; n is less than `count` at the end only, 0 after it.

@@ -82,6 +82,15 @@ class Chat:
         return sum(len(message.get("tool_calls") or ()) for message in self.messages)
 
 
+def transcription_chat(prompt: str | None, language: str | None) -> Chat:
+    """Return a message that asks for the text of a recording, without its file."""
+    text = prompt or TRANSCRIBE
+    if language:
+        text = f"{text} Its language is {language}."
+    content = [{"type": "audio"}, {"type": "text", "text": text}]
+    return Chat(({"role": "user", "content": content},))
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters. None: the model's default."""

@@ -160,13 +160,16 @@ class TextModel(Protocol):
     hf_tokenizer: Any
     max_model_len: int  # tokens, output included
     refused_media: Mapping[MediaKind, str]  # by kind, why files in chats are refused
-    transcription_prompt: str  # asks for the text of a recording
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
 
     def render(self, chat: Chat) -> str:
         """Return the text of a prompt. Raises InvalidInput as `encode`."""
+
+    def transcription_chat(self, prompt: str | None, language: str | None) -> Chat:
+        """Return a chat that asks for the text of a recording, without its file. Raises
+        InvalidInput if the model does not take the prompt or the language. For any thread."""
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
 

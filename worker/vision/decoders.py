@@ -8,8 +8,8 @@ from math import sqrt
 import numpy as np
 from PIL import Image
 
-from batching.errors import ClientGone, InvalidInput
-from worker.media.audio import BLOCK, NO_SAMPLES, Recording
+from batching.errors import InvalidInput
+from worker.media.audio import Recording
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.media.inputs import saved
 from worker.media.videos import MAX_VIDEO_S, VideoMetadata, probe_video, read_frames
@@ -86,13 +86,8 @@ class AudioDecoder:
 
     def decode(self, file: MediaInput, is_wanted: IsWanted) -> np.ndarray:
         """Return samples [n], float32."""
-        parts = [NO_SAMPLES]
         with self._open(file) as recording:
-            while len(block := recording.window(sum(map(len, parts)), BLOCK)):
-                if not is_wanted():
-                    raise ClientGone
-                parts.append(block)
-        return np.concatenate(parts)
+            return recording.read(is_wanted)
 
     @contextmanager
     def _open(self, file: MediaInput) -> Iterator[Recording]:

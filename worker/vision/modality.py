@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import BatchFeature
 
 from worker.error_classification import first_line
 from worker.messages.generation import MediaKind
@@ -28,7 +29,10 @@ NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 WINDOW_S = 30  # of most feature extractors
 SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
 SAMPLE_SECONDS = 1.3, 0.6
-PLAIN_TEXT = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
+PLAIN_TEXT = {
+    **dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False),
+    "return_tensors": "pt",
+}
 
 Tensors = dict[str, Tensor]
 # From the media that a part is called with, and its options, to its output.
@@ -63,8 +67,12 @@ class Modality:
     `token` stands for an item in a text, `token_id` for each row of the encoder's output.
     `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `axes`: along which
     tensors of items are joined. `output_names`: outputs of the processor that belong to the media,
-    not to the text.
+    not to the text. `window_tokens`: of a window of a recording, 0 where the part makes no windows.
+    `is_split`: whether items are encoded in tiles.
     """
+
+    is_split = True
+    window_tokens = 0
 
     def __init__(self, processor: Any, kind: MediaKind, candidates: Sequence[int]) -> None:
         """`candidates`: ids that may be `token_id`."""
@@ -90,24 +98,32 @@ class Modality:
         self.token_id = next(id_ for id_ in candidates if id_ in ids)
         try:
             two, self.max_items = self.record(processor, [sample] * 2), None
+            if two.features.keys() != one.features.keys():  # a mask that one item alone lacks
+                self.max_items = 1
         except Exception:  # the processor takes one item of a text
             two, self.max_items = one, 1
         self.axes = _infer_axes(one.outputs, two.outputs) | _infer_axes(one.features, two.features)
-        tokens = len(ids)
         self.max_seconds, self.tokens_per_second = math.inf, 0.0
         if kind == "audio":
             self._measure_limits(processor)
+        counts = [(call.outputs, (1, len(token_ids(call.outputs)))) for call in (one, two)]
         self.output_names = frozenset(
             name
-            for name, value in one.outputs.items()
+            for name in one.outputs
             if name not in NOT_INPUTS
-            and (name in one.features or np.shape(value)[:2] != (1, tokens))
+            and (
+                name in one.features
+                or any(np.shape(outputs[name])[:2] != shape for outputs, shape in counts)
+            )
         )
 
     def samples(self) -> list[Any]:
         """Return two valid items of noise, of different sizes."""
         if self.kind == "audio":
-            return [_noise(int(seconds * self.sampling_rate)) for seconds in SAMPLE_SECONDS]
+            longer_s, shorter_s = SAMPLE_SECONDS
+            if self.window_tokens:  # a window and a part of another
+                longer_s += self._window / self.sampling_rate
+            return [_noise(int(seconds * self.sampling_rate)) for seconds in (longer_s, shorter_s)]
         pixels = np.random.default_rng(0).integers
         shapes = ((height, width, 3) for width, height in SAMPLE_SIZES)
         return [Image.fromarray(pixels(0, 256, shape, np.uint8)) for shape in shapes]
@@ -116,7 +132,7 @@ class Modality:
         """Find the length from which the processor truncates recordings, and how many tokens a
         second of sound has, where it is the same for all lengths."""
         self.max_seconds = getattr(processor, "max_audio_len", math.inf)
-        window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
+        self._window = window = getattr(self.part, "n_samples", WINDOW_S * self.sampling_rate)
         noise = _noise(window + self.sampling_rate)
         lengths = window // 2, window, len(noise)
         calls = [self.record(processor, [noise[:length]]) for length in lengths]
@@ -126,6 +142,9 @@ class Modality:
             self.max_seconds = min(self.max_seconds, window / self.sampling_rate)
         if counts[0] < counts[1] <= counts[2]:
             self.tokens_per_second = (counts[1] - counts[0]) / (window / 2 / self.sampling_rate)
+        pairs = [(np.shape(whole[name]), np.shape(longer[name])) for name in whole]
+        if counts[1] < counts[2] and all(two[:1] == (2,) == (2 * one[0],) for one, two in pairs):
+            self.window_tokens = counts[1]
 
     def size(self, item: Any) -> int:
         """Return what the processor reads of an item beside its features: a recording's samples."""
@@ -182,16 +201,22 @@ class Modality:
     def check_joinable(self, items: Sequence[Mapping[str, Any]]) -> None:
         """Raise InvalidInput if a prompt cannot have these items together."""
 
-    def split(self, tensors: Tensors, tokens: int) -> Sequence[Tensors]:
-        """Split an image into tiles, which bounds the time of one encoder run. It is split if all
-        its tensors are equally long along the axis that joins images, and that length divides its
-        number of `tokens`."""
+    def split(self, tensors: Tensors, tokens: int) -> Sequence[tuple[Tensors, int]]:
+        """Split an item into tiles, which bounds the time of one encoder run; return the tensors
+        and the number of tokens of each. It is split if all its tensors are equally long along the
+        axis that joins items. The tiles of an image have as many `tokens` each, those of a
+        recording are windows."""
         lengths = {tensor.shape[self.axes[name]] for name, tensor in tensors.items()}
-        length = lengths.pop() if self.kind == "image" and len(lengths) == 1 else 1
-        if length < 2 or tokens % length:
-            return [tensors]
+        length = lengths.pop() if self.is_split and len(lengths) == 1 else 1
+        each = self.window_tokens if self.kind == "audio" else tokens // length
+        rest = tokens - (length - 1) * each
+        if length < 2 or not 0 < rest <= each:
+            return [(tensors, tokens)]
         return [
-            {name: tensor.narrow(self.axes[name], n, 1) for name, tensor in tensors.items()}
+            (
+                {name: tensor.narrow(self.axes[name], n, 1) for name, tensor in tensors.items()},
+                each if n < length - 1 else rest,
+            )
             for n in range(length)
         ]
 
@@ -266,7 +291,7 @@ class _ReplacedPart:
     def __call__(self, media: Any = None, **options: Any) -> Any:
         for name in ("images", "videos", "audio", "raw_speech"):
             media = options.pop(name, media)
-        return self._process(media, options)
+        return BatchFeature(self._process(media, options))  # some read its attributes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)

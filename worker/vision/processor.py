@@ -11,7 +11,9 @@ nor is running the encoder (encoder.py).
 worker's thread.
 """
 
+import copy
 import hashlib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -33,7 +36,16 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from batching.errors import InvalidInput, OnequeueError
-from worker.messages.generation import LIMITS, NOUNS, PLURALS, TRANSCRIBE, MediaKind
+from worker.error_classification import first_line
+from worker.messages.generation import (
+    LIMITS,
+    NOUNS,
+    PLURALS,
+    TRANSCRIBE,
+    Chat,
+    MediaKind,
+    transcription_chat,
+)
 from worker.vision.modality import (
     KIND_NAMES,
     NOT_INPUTS,
@@ -50,6 +62,7 @@ from worker.vision.modality import (
 
 # Options of an image processor that splits large images, for an image with `detail: low`.
 LOW_DETAIL = {"do_image_splitting": False}
+REQUEST = "apply_transcription_request"  # a method of processors for transcriptions
 
 
 class MediaTile(NamedTuple):
@@ -57,6 +70,7 @@ class MediaTile(NamedTuple):
 
     digest: bytes
     tensors: Tensors
+    token_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +93,7 @@ class MediaFeatures:
     is_complete: bool = True
 
     def without_encoder_inputs(self) -> "MediaFeatures":
-        tiles = [MediaTile(tile.digest, {}) for tile in self.tiles]
+        tiles = [tile._replace(tensors={}) for tile in self.tiles]
         tensors = {
             name: tensor
             for name, tensor in self.tensors.items()
@@ -167,8 +181,6 @@ class Processor:
         self.config = config
         self.max_tokens = max_tokens
         self.tokenizer = processor.tokenizer
-        own_prompt: str = getattr(processor, "default_transcription_prompt", "")
-        self.transcription_prompt = own_prompt or TRANSCRIBE
         self.modalities, self.failures = find_modalities(processor, config)
         self.exclusive: set[frozenset[MediaKind]] = set()
         images = self.modalities.get("image")
@@ -192,6 +204,27 @@ class Processor:
         """Return the number of tokens of a text without those that stand for media."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return len(ids) - sum(text.count(each.token) for each in self.modalities.values())
+
+    def transcription_chat(self, prompt: str | None, language: str | None) -> Chat:
+        """Return the conversation by which the processor asks for the text of a recording, without
+        its file. Raises InvalidInput for a prompt or a language that it does not take."""
+        request = getattr(_RequestRecorder.of(self._processor), REQUEST, None)
+        accepted = inspect.signature(request).parameters if request else ()
+        if not request:
+            return transcription_chat(prompt, language)
+        if language and "language" not in accepted:
+            own = getattr(self._processor, "default_transcription_prompt", TRANSCRIBE)
+            prompt, language = f"{prompt or own} Its language is {language}.", None
+        if prompt and "prompt" not in accepted:
+            raise InvalidInput.at("prompt", "is not taken by this model's transcription request")
+        given = {"prompt": prompt, "language": language}
+        try:
+            [messages], options = request(
+                [np.zeros(1)], **{name: value for name, value in given.items() if value}
+            )
+        except ValueError as error:
+            raise InvalidInput.at("language", first_line(error)) from error
+        return _chat_of(messages, options)
 
     def process_media(
         self,
@@ -228,9 +261,9 @@ class Processor:
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         text_inputs = {name: without_memory(name, value) for name, value in features.items()}
         parts = modality.split(tensors, count)
-        tiles = [MediaTile(digest, tensors)]
+        tiles = [MediaTile(digest, *parts[0])]
         if len(parts) > 1:
-            tiles = [MediaTile(_tile_digest(digest, n), part) for n, part in enumerate(parts)]
+            tiles = [MediaTile(_tile_digest(digest, n), *part) for n, part in enumerate(parts)]
         size = modality.size(item)
         return MediaFeatures(modality, digest, text_inputs, size, tensors, count, tiles)
 
@@ -304,6 +337,41 @@ class Processor:
             )
 
 
+class _RequestRecorder(ProcessorMixin):
+    """Returns the conversation, and the options, that it would render. As the base of a processor's
+    class it comes before the library's."""
+
+    @classmethod
+    def of(cls, processor: Any) -> Any:
+        recorder = copy.copy(processor)
+        recorder.__class__ = type(cls.__name__, (type(processor), cls), {})
+        return recorder
+
+    def apply_chat_template(self, conversation: Any, *_: Any, **options: Any) -> Any:
+        return conversation, options
+
+
+def _chat_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Chat:
+    """Return a conversation of the library, without the samples in it. An empty beginning of the
+    answer is left to the template."""
+    chat = [
+        {
+            "role": message["role"],
+            "content": [
+                {"type": "audio"} if part["type"] == "audio" else part
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+    continues = bool(options.get("continue_final_message"))
+    if continues and not any(part.get("text") for part in chat[-1]["content"]):
+        chat, continues = chat[:-1], False
+    known = {"tokenize", "return_dict", "add_generation_prompt", "continue_final_message"}
+    variables = {name: value for name, value in options.items() if name not in known}
+    return Chat((*chat,), (), variables, not continues, continues)
+
+
 def _joined_text_inputs(
     modality: Modality, features: Sequence[MediaFeatures], given: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -317,7 +385,7 @@ def _items(
     items, first = list[MultimodalItem](), 0
     for features in media:
         for tile in features.tiles:
-            last = first + features.token_count // len(features.tiles) - 1
+            last = first + tile.token_count - 1
             span = slice(positions[first], positions[last] + 1)
             token_inputs = {name: tensor[:, span] for name, tensor in inputs.items()}
             items.append(

@@ -30,7 +30,6 @@ from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
-from worker.vision.video import VideoModality
 
 log = logging.getLogger("onequeue.generation")
 
@@ -38,16 +37,18 @@ SAMPLE_TEXT = "Here is {0} and what is to be seen and heard in it."
 
 
 def check_multimodal(language: LanguageModel, processor: Processor) -> None:
-    """Raise CannotRun unless paged steps with media give the model's own logits. Videos are encoded
-    whole where their tiles do not."""
+    """Raise CannotRun unless paged steps with media give the model's own logits. Videos and
+    recordings are encoded whole where their tiles do not."""
     try:
         _check_paged(language, processor)
     except Exception as error:
-        video = processor.modalities.get("video")
-        if not isinstance(video, VideoModality) or isinstance(failure_of(error), DeviceLost):
+        modalities = processor.modalities.values()
+        split = [each for each in modalities if each.window_tokens or each.kind == "video"]
+        if not split or isinstance(failure_of(error), DeviceLost):
             raise
-        log.info("videos are encoded whole: %.200s", first_line(error))
-        video.is_split = False
+        log.info("videos and recordings are encoded whole: %.200s", first_line(error))
+        for modality in split:
+            modality.is_split = False
         _check_paged(language, processor)
 
 

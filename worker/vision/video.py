@@ -42,10 +42,6 @@ class Video:
 
 
 class VideoModality(Modality):
-    """`is_split`: whether videos are encoded in tiles."""
-
-    is_split = True
-
     def samples(self) -> list[Video]:
         return [Video.noise(*size) for size in SAMPLE_SIZES]
 
@@ -113,7 +109,7 @@ class VideoModality(Modality):
                 reason = "this model takes videos with the same number of frames in one prompt"
                 raise InvalidInput(reason, "messages")
 
-    def split(self, tensors: Tensors, tokens: int) -> Sequence[Tensors]:
+    def split(self, tensors: Tensors, tokens: int) -> Sequence[tuple[Tensors, int]]:
         """Split a video into its frames, or groups of them: by a grid of its patches (time, height,
         width), or by an axis of the frames. Whether the encoder reads them apart is checked at
         load."""
@@ -130,9 +126,9 @@ class VideoModality(Modality):
             counts = {value.shape[axis] for value in pixels.values() if value.ndim >= FRAMES_NDIM}
             count = counts.pop() if len(counts) == 1 else 1
         if not self.is_split or count < 2 or tokens % count:
-            return [tensors]
+            return [(tensors, tokens)]
         chunks = {name: value.chunk(count, axis) for name, value in pixels.items()}
         return [
-            others | {name: parts[number] for name, parts in chunks.items()}
+            (others | {name: parts[number] for name, parts in chunks.items()}, tokens // count)
             for number in range(count)
         ]

@@ -22,7 +22,7 @@ from worker.engines.embedding.pooling import PoolFunction
 from worker.engines.embedding.single_pass import SinglePassModel
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.engines.pipeline.engine import run_alone
-from worker.messages.generation import TEXT_ONLY
+from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.protocol import ALONE, CUT, Cut, ModelInfo, OtherModels, TextModel
 from worker.messages.scoring import EmbeddingInput, ScoringInput
 from worker.model.attention.kv_cache import BLOCK
@@ -53,7 +53,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self.tokenizer, self.hf_tokenizer = tokenizer, tokenizer.tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
-        self.refused_media, self.transcription_prompt = TEXT_ONLY, ""
+        self.refused_media, self.transcription_chat = TEXT_ONLY, transcription_chat
         self.encode, self.render = tokenizer.encode, tokenizer.render
         self.decode, self.token = tokenizer.decode, tokenizer.token
 

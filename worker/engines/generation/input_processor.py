@@ -28,11 +28,11 @@ from worker.engines.generation.output import (
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
     SAMPLING_FIELDS,
-    TRANSCRIBE,
     Chat,
     GenerationInput,
     MediaInput,
     SamplingDefaults,
+    transcription_chat,
 )
 from worker.messages.protocol import Batching, IsWanted
 from worker.model.generation_config import MAX_SEQUENCE, with_request_fields
@@ -85,9 +85,9 @@ class InputProcessor:
         if media_preprocessor:
             media_preprocessor.processor.max_tokens = max_model_len
         self.refused_media = language.refused_media
-        self.transcription_prompt = TRANSCRIBE
+        self.transcription_chat = transcription_chat
         if media_preprocessor:
-            self.transcription_prompt = media_preprocessor.processor.transcription_prompt
+            self.transcription_chat = media_preprocessor.processor.transcription_chat
         batching: Batching = "static" if unpaged_reason else "continuous"
         self.info = model_info(
             "text-generation",

@@ -3,19 +3,21 @@
     prepare (pool): tokenize → forward (worker): model, vocoder or codec → finish (pool): int16
 
 An item is one sentence. What a model takes is read from it: its speakers, a voice's embedding, the
-presets of its processor, a rate of speech. The random numbers of an item with a seed are its own,
-also where other models run at a yield point of its forward pass.
+presets of its processor, a recording as context, a rate of speech. The random numbers of an item
+with a seed are its own, also where other models run at a yield point of its forward pass.
 """
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers.utils.chat_template_utils import Chat as Conversation
 
 from batching.errors import InvalidInput
 from worker.engines.pipeline import limits
@@ -28,12 +30,15 @@ from worker.engines.pipeline.runner import (
     check_tokens,
 )
 from worker.error_classification import first_line
+from worker.media.audio import Recording
 from worker.media.inputs import to_json
 from worker.messages.synthesis import DEFAULT_VOICE, SpeechInput, SpokenAudio
 from worker.model.loading import Pipe
 
 log = logging.getLogger("onequeue.speech")
 
+Message = Mapping[str, Any]
+RECORDINGS = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".m4a", ".webm")  # endings
 # Arguments of a forward pass or `generate`.
 SPEAKERS = ("speaker_id", "speaker_ids")
 EMBEDDING_SIZES = {  # with the setting of the embedding's size
@@ -44,12 +49,16 @@ RATE = "speaking_rate"
 MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
 MAX_SAMPLE = 32767
+MAX_VOICE_S = 60.0  # of a recording
 MAX_CHARS = 1000  # of a text: attention is computed over all of it at once
 
 
 class Voice(NamedTuple):
+    """`turns`: of a conversation, before the text."""
+
     preprocess: Mapping[str, Any]  # arguments, as the next
     forward: Mapping[str, Any]
+    turns: Sequence[Message] = ()
 
 
 def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
@@ -60,15 +69,56 @@ def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
     for name in arguments(pipe):
         if name in SPEAKERS and (count := getattr(config, "num_speakers", None) or 1) > 1:
             voices |= {str(n): Voice({}, {name: torch.tensor([n])}) for n in range(count)}
-        elif folder != "none" and (size := getattr(config, EMBEDDING_SIZES.get(name, ""), None)):
-            for file in sorted(Path(folder).expanduser().glob("*.npy"))[:MAX_VOICES]:
-                try:
-                    voices[file.stem] = Voice({}, {name: read_embedding(file, size, pipe.dtype)})
-                    file.stem.encode()  # the name is sent to clients
-                except Exception as error:  # numpy raises many kinds
-                    voices.pop(file.stem, None)
-                    log.warning("voice left out file=%a reason=%s", file, first_line(error))
+        elif size := getattr(config, EMBEDDING_SIZES.get(name, ""), None):
+            voices |= read_voices(
+                folder, (".npy",), partial(embedded_voice, name, size, pipe.dtype)
+            )
+    if getattr(pipe.processor, "chat_template", None) and hasattr(pipe.processor, "audio_token"):
+        voices |= read_voices(folder, RECORDINGS, partial(recorded_voice, pipe))
     return voices
+
+
+def read_voices(
+    folder: str, endings: Sequence[str], read: Callable[[Path], Voice]
+) -> dict[str, Voice]:
+    """Return the voices of the files in VOICES_DIR with these endings, by their names."""
+    voices = dict[str, Voice]()
+    files = [] if folder == "none" else sorted(Path(folder).expanduser().iterdir())
+    for file in [file for file in files if file.suffix.lower() in endings][:MAX_VOICES]:
+        try:
+            file.stem.encode()  # the name is sent to clients
+            voices[file.stem] = read(file)
+        except Exception as error:  # numpy and processors raise many kinds
+            log.warning("voice left out file=%a reason=%s", file, first_line(error))
+    return voices
+
+
+def recorded_voice(pipe: Pipe, file: Path) -> Voice:
+    """Return a voice whose context is a turn with a recording, and what is said in it: the text of
+    the file of the same name that ends in .txt. Raises errors of the processor."""
+    with Recording(
+        str(file), pipe.processor.feature_extractor.sampling_rate, MAX_VOICE_S
+    ) as opened:
+        samples = opened.read()
+    said = file.with_suffix(".txt")
+    text = said.read_text()[:MAX_CHARS].strip() if said.is_file() else ""
+    turn = spoken_turn(text)
+    voice = Voice(
+        {}, {}, [{**turn, "content": [*turn["content"], {"type": "audio", "audio": samples}]}]
+    )
+    pipe.preprocess(conversation(voice, "a"))
+    return voice
+
+
+def conversation(voice: Voice, text: str) -> Conversation:
+    """Return the turns of a voice and the text, as the pipeline takes them."""
+    messages: Any = [*voice.turns, spoken_turn(text)]  # annotated as a single one
+    return Conversation(messages)
+
+
+def spoken_turn(text: str) -> Message:
+    """Return what a speaker says, as part of a conversation."""
+    return {"role": "0", "content": [{"type": "text", "text": text}]}
 
 
 def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
@@ -77,8 +127,9 @@ def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model.generate if model.can_generate() else model.forward).parameters
 
 
-def read_embedding(file: Path, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a speaker's embedding [1, size]. Raises ValueError, and errors of numpy."""
+def embedded_voice(name: str, size: int, dtype: torch.dtype, file: Path) -> Voice:
+    """Return a voice whose embedding [1, size] is the argument `name` of the model. Raises
+    ValueError, and errors of numpy."""
     if file.stat().st_size > MAX_EMBEDDING_BYTES:
         raise ValueError(f"it is larger than {MAX_EMBEDDING_BYTES} bytes")
     values = np.load(file, allow_pickle=False)
@@ -87,7 +138,7 @@ def read_embedding(file: Path, size: int, dtype: torch.dtype) -> torch.Tensor:
     embedding = torch.from_numpy(values.astype(np.float32).reshape(1, size)).to(dtype)
     if not embedding.isfinite().all():
         raise ValueError("it has a number that is not finite")
-    return embedding
+    return Voice({}, {name: embedding})
 
 
 class RandomState:
@@ -162,7 +213,14 @@ class SynthesisRunner(PipelineRunner):
                 reason = f"speed is {speed:g}; the model speaks at speed 1 only"
                 raise InvalidInput(reason, "parameters.speed")
             forward[RATE] = speed * pipe.model.speaking_rate
-        chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
+        if voice.turns:
+            inputs, options = conversation(voice, inputs), {}
+        try:
+            chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
+        except ValueError as error:  # of a processor: tokens that stand for audio
+            raise InvalidInput(
+                f"the model does not take the text: {first_line(error)}", "inputs"
+            ) from error
         stages = {"forward_params": forward, "generate_kwargs": {}}
         prepared = PreparedInput(chunks, stages, {}, seed=parameters.get("seed"))
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, limits.TRUNCATION_HINT)

@@ -88,12 +88,8 @@ async def transcribe(
     scope = incoming.scope
     recording = MediaInput(b"", "auto", "file", kind="audio")
     async with model.loaded(incoming) as text_model:
-        text = request.prompt or text_model.transcription_prompt
-        if request.language:
-            text = f"{text} Its language is {request.language}."
-        content = [{"type": "audio"}, {"type": "text", "text": text}]
-        chat = Chat(({"role": "user", "content": content},), media=(recording,))
-        check_media(chat, text_model)
+        check_media(Chat((), media=(recording,)), text_model)
+        chat = text_model.transcription_chat(request.prompt, request.language)
     file = await run_sync(Path(path).stat)
     scope["app"].count_body(scope, file.st_size)  # it is in memory from here on
     recording = replace(recording, data=await run_sync(Path(path).read_bytes))
