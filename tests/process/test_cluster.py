@@ -25,7 +25,7 @@ SESSIONS = [f"session {n}" for n in range(24)]
 SETTINGS = {
     "PIPELINE_MODEL": "none", "EMBEDDING_MODEL": "none", "CHAT_MODEL": "demo",
     "OMP_NUM_THREADS": "1", "MAX_QUEUE_SIZE": "64", "RAY_USAGE_STATS_ENABLED": "0",
-    "METRICS_KEYS": "metrics-key", "MODEL_CONTROL": "1",
+    "METRICS_KEYS": "metrics-key", "MODEL_CONTROL": "1", "SHUTDOWN_GRACE_S": "300",
     # on a busy machine, where workers of the default niceness, 15, would hardly run
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
