@@ -10,17 +10,14 @@ from tests.model.test_audio_chats import (
     OTHER,
     SHORT,
     assert_generated,
-    engine,
-    loaded,
     max_items,
     questions,
     request,
-    unpaged,
 )
 from tests.model.test_audio_chats import (
     test_output_is_the_same_beside_other_requests_and_in_chunks as assert_same_in_chunks,
 )
-from tests.multimodal import png
+from tests.multimodal import engine, loaded, png, unpaged
 from tests.tiny_audio import WITH_TORCHVISION
 
 # Their attention adds a bias, selects keys by score, or their model does not call its decoder with
