@@ -520,7 +520,7 @@ def dots3_note() -> list[Any]:
     processor = hf.Dots3NoteProcessor(
         hf.Qwen2VLImageProcessor(min_pixels=16 * 16, max_pixels=64 * 64, **patches),
         tokenizer,
-        hf.Qwen2VLVideoProcessor(**patches),
+        hf.Qwen2VLVideoProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 4096}),
         hf.Dots3NoteFeatureExtractor(feature_size=MELS, chunk_length=SECONDS),
         chat_template=tokenizer.chat_template,
     )
