@@ -494,39 +494,6 @@ def muse_spark() -> list[Any]:
     return [model, processor]
 
 
-def dots3_note() -> list[Any]:
-    names = "<|imgpad|>", "<|video_pad|>", "<|audio_comp_pad|>"
-    tokenizer = new_tokenizer(*names, audio=names[2], image=names[0])
-    image, video, audio = tokenizer.convert_tokens_to_ids([*names])
-    layers = {"mlp_layer_types": ["dense", "sparse"]}
-    config = hf.Dots3NoteConfig(
-        text_config=text(
-            tokenizer, "Dots3NoteTextConfig", num_attention_heads=4, num_key_value_heads=4,
-            shared_experts_intermediate_size=32, index_topk=8, index_head_dim=16,
-            index_n_heads=2, **layers,
-        ).to_dict(),
-        vision_config={
-            **SMALL, "patch_size": PATCH, "mlp_layer_types": ["dense", "dense"],
-            "adapter_in_dim": 32, "adapter_out_dim": 32,
-        },
-        audio_config={
-            **SMALL, "feature_size": MELS, "downsample_hidden_size": 8, "adapter_input_size": 32,
-            "adapter_out_dim": 32,
-        },
-        image_token_id=image, video_token_id=video, audio_token_id=audio,
-    )  # fmt: skip
-    model = with_random_vectors(hf.Dots3NoteForConditionalGeneration(config))
-    patches = {"patch_size": PATCH, "temporal_patch_size": 1, "merge_size": 2}
-    processor = hf.Dots3NoteProcessor(
-        hf.Qwen2VLImageProcessor(min_pixels=16 * 16, max_pixels=64 * 64, **patches),
-        tokenizer,
-        hf.Qwen2VLVideoProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 4096}),
-        hf.Dots3NoteFeatureExtractor(feature_size=MELS, chunk_length=SECONDS),
-        chat_template=tokenizer.chat_template,
-    )
-    return [model, processor]
-
-
 def voxtral() -> list[Any]:
     """Its processor renders a conversation with sound itself, and is not called with it."""
     tokenizer = new_tokenizer("[AUDIO]", audio="[AUDIO]")
@@ -566,6 +533,5 @@ WITH_TORCHVISION: dict[str, Callable[[], list[Any]]] = {
     "gemma4_unified": gemma4_unified,
     "nemotron_h_omni": nemotron_h_omni,
     "muse_spark": muse_spark,
-    "dots3_note": dots3_note,
 }
 tiny_multimodal.BUILDERS |= BUILDERS | REFUSED | WITH_TORCHVISION

@@ -20,11 +20,10 @@ from tests.model.test_audio_chats import (
 from tests.multimodal import engine, loaded, png, unpaged
 from tests.tiny_audio import WITH_TORCHVISION
 
-# Their attention adds a bias, selects keys by score, or their model does not call its decoder with
-# embeddings.
-UNPAGED = ("inkling_mm_model", "dots3_note", "phi4_multimodal")
+# Their attention adds a bias, or their model does not call its decoder with embeddings.
+UNPAGED = ("inkling_mm_model", "phi4_multimodal")
 PAGED = [name for name in WITH_TORCHVISION if name not in UNPAGED]
-MIXED = [*PAGED, "inkling_mm_model", "dots3_note"]
+MIXED = [*PAGED, "inkling_mm_model"]
 
 
 @pytest.mark.parametrize("tokens", [None, 5])
