@@ -126,6 +126,34 @@ def test_steps_that_no_sequence_joins_or_leaves_pick_nothing(
     assert third.table is None  # preempted for the first one
 
 
+def test_random_steps_repeat_the_rows_that_a_selection_picks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[list[tuple[Any, ...]]] = []
+    repeated = 0
+    schedule = ContinuousScheduler.schedule
+
+    def recorded(self: ContinuousScheduler, *args: Any, **kwargs: Any) -> list[Chunk]:
+        nonlocal repeated
+        repeated += self.is_steady
+        chunks = schedule(self, *args, **kwargs)
+        steps.append([(c.sequence.number, c.start, c.count, c.drafts) for c in chunks])
+        return chunks
+
+    monkeypatch.setattr(ContinuousScheduler, "schedule", recorded)
+    for seed in range(80):
+        steps.clear()
+        Simulation(seed, is_recurrent=seed % 4 > 1).play()
+        expected = [*steps]
+        steps.clear()
+        with monkeypatch.context() as patch:
+            never = property(lambda self: False, lambda self, value: None)
+            patch.setattr(ContinuousScheduler, "is_steady", never, raising=False)
+            Simulation(seed, is_recurrent=seed % 4 > 1).play()
+        assert steps == expected, f"seed {seed}"
+    assert repeated > 100
+
+
 def test_whole_prompts_share_a_step_while_they_fit() -> None:
     s = whole_scheduler()
     arriving(s, fresh(10), fresh(12), fresh(9))
