@@ -248,7 +248,10 @@ class BlockPool:
     # ── freeing blocks ──
 
     def trim(self, table: BlockTable, tokens: int) -> None:
-        """Free what `grow` took beyond `tokens`; those blocks are allocated next."""
+        """Free what `grow` took beyond `tokens`, and the states of drafts; those blocks are
+        allocated next."""
+        if self.states and table.state:
+            self.states.drop_drafts(table.state)
         while len(table.blocks) > self.blocks_for(tokens):
             block = table.blocks.pop()
             self.used -= 1

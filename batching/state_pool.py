@@ -144,7 +144,7 @@ class StatePool:
     def close(self, state: SequenceState) -> None:
         self.sequences -= 1
         self._drop_pending(state)
-        self._drop_drafts(state)
+        self.drop_drafts(state)
         for slot in (state.current, state.target):
             if slot != NO_SLOT:
                 self._give_back(slot)
@@ -153,7 +153,7 @@ class StatePool:
         """Return the segments of a step that runs the sequence's tokens up to `end`, divided at
         its checkpoints, and then drafts; the caller counts those of a step."""
         self._drop_pending(state, after=state.tokens)
-        self._drop_drafts(state)
+        self.drop_drafts(state)
         state.end = end
         segments: list[StateSegment] = []
         start, source = state.tokens, state.current
@@ -183,7 +183,7 @@ class StatePool:
         if boundary > start and boundary in slots:
             self._keep(state, boundary, slots[boundary])
         self._give_back(state.target)
-        self._drop_drafts(state)
+        self.drop_drafts(state)
         state.target = self._take()
 
     def _keep(self, state: SequenceState, tokens: int, slot: int) -> None:
@@ -194,7 +194,8 @@ class StatePool:
             self._pending += 1
             state.pending[tokens] = slot
 
-    def _drop_drafts(self, state: SequenceState) -> None:
+    def drop_drafts(self, state: SequenceState) -> None:
+        """Free the slots of drafts: others draft before a deferred step runs again."""
         for slot in state.drafts.values():
             self._give_back(slot)
         state.drafts.clear()

@@ -26,8 +26,8 @@ CONFIGS = ("config.json", "modules.json")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # Starts of files with those endings that have no pickled weights.
-NO_PICKLES = ("training_args", "optimizer", "scheduler", "rng_state", "openvino_model")
-OTHER_FRAMEWORKS = (".onnx", "openvino_model.xml", ".h5", ".msgpack")
+NO_PICKLES = ("training_args", "optimizer", "scheduler", "rng_state", "openvino_")
+OTHER_FRAMEWORKS = (".onnx", "_model.xml", ".h5", ".msgpack")  # OpenVINO's end in _model.xml
 GGUF = ".gguf"
 GGUF_PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf")
 SAVE = "load it once in transformers and save it with save_pretrained, which writes safetensors"

@@ -49,7 +49,14 @@ def test_a_folder_without_a_configuration_is_explained(files: list[str], sentenc
             ["onnx/model.onnx", "onnx/model.onnx_data"],
             "are model.onnx only: use the",
         ),
-        (["openvino_model.xml", "openvino_model.bin"], "are openvino_model.xml only: use the"),
+        (
+            ["openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.bin"],
+            "are openvino_model.xml only: use the",
+        ),
+        (
+            ["openvino_language_model.xml", "openvino_language_model.bin"],
+            "are openvino_language_model.xml only: use the",
+        ),
         (["model.gguf"], "its weights are GGUF: name the file, such as model.gguf"),
         (["tf_model.h5", "pytorch_model.bin"], "a pickle (pytorch_model.bin)"),
         (["tf_model.h5"], "are tf_model.h5 only: use the model's safetensors"),

@@ -16,6 +16,7 @@ from batching.scheduler import (
     ContinuousScheduler,
 )
 from batching.sequence import Batch, Chunk, Sequence
+from batching.state_pool import StatePool
 from tests.matrix import matrix
 from tests.scheduling import Simulation
 
@@ -124,6 +125,34 @@ def test_steps_that_no_sequence_joins_or_leaves_pick_nothing(
     while third in step():
         pass
     assert third.table is None  # preempted for the first one
+
+
+def test_random_steps_repeat_the_rows_that_a_selection_picks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[list[tuple[Any, ...]]] = []
+    repeated = 0
+    schedule = ContinuousScheduler.schedule
+
+    def recorded(self: ContinuousScheduler, *args: Any, **kwargs: Any) -> list[Chunk]:
+        nonlocal repeated
+        repeated += self.is_steady
+        chunks = schedule(self, *args, **kwargs)
+        steps.append([(c.sequence.number, c.start, c.count, c.drafts) for c in chunks])
+        return chunks
+
+    monkeypatch.setattr(ContinuousScheduler, "schedule", recorded)
+    for seed in range(80):
+        steps.clear()
+        Simulation(seed, is_recurrent=seed % 4 > 1).play()
+        expected = [*steps]
+        steps.clear()
+        with monkeypatch.context() as patch:
+            never = property(lambda self: False, lambda self, value: None)
+            patch.setattr(ContinuousScheduler, "is_steady", never, raising=False)
+            Simulation(seed, is_recurrent=seed % 4 > 1).play()
+        assert steps == expected, f"seed {seed}"
+    assert repeated > 100
 
 
 def test_whole_prompts_share_a_step_while_they_fit() -> None:
@@ -700,6 +729,24 @@ def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     for chunk in chunks:
         s.advance(chunk, [0])
     assert s.pool.free == 1
+
+
+def test_drafts_of_a_deferred_step_free_their_states_for_others() -> None:
+    pool = BlockPool(50, 4, states=StatePool(2, 0, max_drafts=2))
+    scheduler = ContinuousScheduler(pool, 2)
+    late, other = (Sequence([n, n], max_tokens=9, owner=WorkOwner(n)) for n in range(2))
+    for sequence in (late, other):
+        scheduler.add(sequence)
+    for chunk in scheduler.schedule(100):
+        scheduler.advance(chunk, [9])
+    deferred, chunk = scheduler.schedule(0, lambda s: (7, 7) if s is late else ())
+    assert deferred.sequence is late
+    deferred.deferred = True
+    scheduler.advance(deferred)
+    scheduler.advance(chunk, [9])
+    [chunk] = scheduler.schedule(0, lambda _: (7, 7), resting={late.owner})
+    assert (chunk.sequence, chunk.drafts) == (other, (7, 7))
+    assert len(chunk.states) == 3
 
 
 def test_a_long_queue_is_not_scanned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
