@@ -203,9 +203,11 @@ def test_a_recording_is_a_voice(tmp_path: Path, caplog: pytest.LogCaptureFixture
         soundfile.write(tmp_path / name, rng.integers(-9000, 9000, rate // 2, np.int16), rate)
     (tmp_path / "ann.txt").write_text("hello there\n")
     (tmp_path / "broken.wav").write_bytes(b"RIFF")
+    soundfile.write(tmp_path / "long.wav", np.zeros(21 * 8_000, np.int16), 8_000)
     run = runner(folder("csm"), str(tmp_path))
     assert run.info.voices == ("ann", "bob")
     assert "voice left out" in caplog.text
+    assert "at most 20 seconds" in caplog.text
     said = run.voices["ann"].turns[0]["content"]
     assert said[0]["text"] == "hello there"
     library: Any = hf.AutoProcessor.from_pretrained(folder("csm"))

@@ -49,7 +49,7 @@ RATE = "speaking_rate"
 MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
 MAX_SAMPLE = 32767
-MAX_VOICE_S = 60.0  # of a recording
+MAX_VOICE_S = 20.0  # of a recording: its encoder runs for each sentence
 MAX_CHARS = 1000  # of a text: attention is computed over all of it at once
 
 
