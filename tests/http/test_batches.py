@@ -405,6 +405,15 @@ def test_files_are_kept_listed_and_deleted(server: Server) -> None:
             gone(kept)
 
 
+def test_a_content_that_is_read_whole_is_no_error(server: Server, client: Client) -> None:
+    contents = 'onequeue_requests_total{endpoint="/v1/files/{id}/content"}'
+    errors = 'onequeue_errors_total{kind="client_gone"}'
+    id, served, gone = client.upload(GOOD), metric(server, contents), metric(server, errors)
+    assert client.sdk.files.content(id).read() == GOOD
+    wait_until(lambda: metric(server, contents) == served + 1)
+    assert metric(server, errors) == gone
+
+
 def unread(server: Server, id: str) -> socket.socket:
     """Ask for the content of a file, and do not read it."""
     return open_stream(server, f"/v1/files/{id}/content", None, "Authorization: Bearer one")
