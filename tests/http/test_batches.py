@@ -23,6 +23,7 @@ from server.apis.openai import jobs
 from server.apis.openai.batches import input_file, runner, store
 from server.apis.openai.database import DatabaseDown
 from server.apis.openai.response_schemas import FileObject
+from server.http.ndjson import LineWindow
 from server.http.request import SEND_BYTES
 from server.http.transfers import Transfer
 from tests.conftest import opened_databases
@@ -596,6 +597,34 @@ def test_a_cancelled_batch_keeps_its_results(server_databases: Databases) -> Non
         wait_until(lambda: generator.dropped == ["hang"])
         with pytest.raises(openai.BadRequestError, match="it is cancelled"):
             client.sdk.batches.cancel(id)
+
+
+def test_a_cancelled_batch_keeps_results_that_wait_to_be_stored(
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, record = store.BatchStore.append, LineWindow.record
+    served, stored = threading.Semaphore(0), threading.Event()
+
+    def wait_and_append(self: store.BatchStore, *arguments: Any) -> Any:
+        assert stored.wait(60)
+        return append(self, *arguments)
+
+    def record_and_tell(window: LineWindow, answer_bytes: int) -> None:
+        record(window, answer_bytes)
+        served.release()
+
+    monkeypatch.setattr(store.BatchStore, "append", wait_and_append)
+    monkeypatch.setattr(LineWindow, "record", record_and_tell)
+    lines = [chat_line(str(n)) for n in range(2)]
+    with started(server_databases, FakeGenerator()) as server:
+        client = Client(server)
+        id = client.create(jsonl(lines))
+        for _ in lines:
+            assert served.acquire(timeout=60)
+        client.sdk.batches.cancel(id)
+        stored.set()
+        assert client.wait(id).status == "cancelled"
+        assert client.completed(id) == 2
 
 
 def test_lines_are_few_at_a_time_and_give_way(server_databases: Databases) -> None:
