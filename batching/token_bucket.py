@@ -72,10 +72,11 @@ class ParallelLimit:
     def exchange(self, held_by_others: int, processes: int) -> None:
         """Hold an equal part of what no process holds, rounded up after a refusal. A process that
         runs none may run one that it does not hold, so that a small limit is not divided to 0."""
-        free = self.limit - held_by_others - self.running
+        running = self.running  # requests start and end in another thread
+        free = self.limit - held_by_others - running
         part = math.ceil(free / processes) if self._has_refused and free > 0 else free // processes
-        self.held = self.running + max(0, part)
-        self._allowed = max(self.running + part, min(1, free))
+        self.held = running + max(0, part)
+        self._allowed = max(running + part, min(1, free))
         self._processes, self._has_refused = processes, False
 
     def go_alone(self) -> None:

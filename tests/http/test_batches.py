@@ -23,6 +23,7 @@ from server.apis.openai import jobs
 from server.apis.openai.batches import input_file, runner, store
 from server.apis.openai.database import DatabaseDown
 from server.apis.openai.response_schemas import FileObject
+from server.http.ndjson import LineWindow
 from server.http.request import SEND_BYTES
 from server.http.transfers import Transfer
 from tests.conftest import opened_databases
@@ -405,6 +406,15 @@ def test_files_are_kept_listed_and_deleted(server: Server) -> None:
             gone(kept)
 
 
+def test_a_content_that_is_read_whole_is_no_error(server: Server, client: Client) -> None:
+    contents = 'onequeue_requests_total{endpoint="/v1/files/{id}/content"}'
+    errors = 'onequeue_errors_total{kind="client_gone"}'
+    id, served, gone = client.upload(GOOD), metric(server, contents), metric(server, errors)
+    assert client.sdk.files.content(id).read() == GOOD
+    wait_until(lambda: metric(server, contents) == served + 1)
+    assert metric(server, errors) == gone
+
+
 def unread(server: Server, id: str) -> socket.socket:
     """Ask for the content of a file, and do not read it."""
     return open_stream(server, f"/v1/files/{id}/content", None, "Authorization: Bearer one")
@@ -587,6 +597,34 @@ def test_a_cancelled_batch_keeps_its_results(server_databases: Databases) -> Non
         wait_until(lambda: generator.dropped == ["hang"])
         with pytest.raises(openai.BadRequestError, match="it is cancelled"):
             client.sdk.batches.cancel(id)
+
+
+def test_a_cancelled_batch_keeps_results_that_wait_to_be_stored(
+    server_databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, record = store.BatchStore.append, LineWindow.record
+    served, stored = threading.Semaphore(0), threading.Event()
+
+    def wait_and_append(self: store.BatchStore, *arguments: Any) -> Any:
+        assert stored.wait(60)
+        return append(self, *arguments)
+
+    def record_and_tell(window: LineWindow, answer_bytes: int) -> None:
+        record(window, answer_bytes)
+        served.release()
+
+    monkeypatch.setattr(store.BatchStore, "append", wait_and_append)
+    monkeypatch.setattr(LineWindow, "record", record_and_tell)
+    lines = [chat_line(str(n)) for n in range(2)]
+    with started(server_databases, FakeGenerator()) as server:
+        client = Client(server)
+        id = client.create(jsonl(lines))
+        for _ in lines:
+            assert served.acquire(timeout=60)
+        client.sdk.batches.cancel(id)
+        stored.set()
+        assert client.wait(id).status == "cancelled"
+        assert client.completed(id) == 2
 
 
 def test_lines_are_few_at_a_time_and_give_way(server_databases: Databases) -> None:

@@ -277,6 +277,8 @@ def test_a_lost_stream_of_a_background_response_is_resumed() -> None:
         assert [event["type"] for event in whole[last + 1 :]] == [event.type for event in rest]
         assert background_events(server, id, whole[-2]["sequence_number"]) == whole[-1:]
         assert whole[-1]["response"] == get_response(server, id).json()
+        gone = metric(server, 'onequeue_errors_total{kind="client_gone",model=""}')
+        assert gone <= 1, "one reader has left"
 
 
 @pytest.mark.parametrize("text", ["long", "bad"])

@@ -248,6 +248,22 @@ def test_a_small_limit_of_parallel_requests_is_not_divided_to_nothing() -> None:
         clients.run(1, [])
 
 
+def test_requests_that_start_within_an_exchange_do_not_raise_the_limit() -> None:
+    class Starting(ParallelLimit):
+        """A request starts, in another thread, after each look at those that run."""
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "running":
+                self.running = value + 1
+            return value
+
+    limit = Starting(20)
+    limit.exchange(0, 2)
+    assert limit.held == 10
+    assert limit._allowed == 10
+
+
 def test_each_process_runs_its_part_while_the_store_is_lost() -> None:
     clients = ParallelClients(20, 3)
     clients.run(10, [0])

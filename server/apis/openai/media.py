@@ -206,7 +206,9 @@ async def while_connected(
     except TimeoutError:
         raise DeadlineExceeded(f"{failure} within the request's time limit") from None
     except BaseExceptionGroup as group_error:
-        raise group_error.exceptions[0] from None
+        # `receive` also tells of a disconnect once the coroutines have sent the whole response
+        if any(task.cancelled() for task in tasks):
+            raise group_error.exceptions[0] from None
     return [task.result() for task in tasks]
 
 

@@ -441,12 +441,13 @@ class BatchTask(StoredJob):
             self.runner.app.memory.release(scope["transfer"])
         self.runner.window.record(sum(map(len, response.parts)))
         self._finished.append(response)
-        async with self._storing:  # with the results that have come meanwhile
-            if finished := self._finished:
-                self._finished = []
-                results = await run_sync(self._append, finished)
-                self._end_turns([response.line.size for response in finished])
-                self._count(results)
+        with anyio.CancelScope(shield=True):  # the work is done
+            async with self._storing:  # with the results that have come meanwhile
+                if finished := self._finished:
+                    self._finished = []
+                    results = await run_sync(self._append, finished)
+                    self._end_turns([response.line.size for response in finished])
+                    self._count(results)
 
     def _append(self, finished: Sequence[CapturedResponse]) -> list[LineResult]:
         """Store the results of lines. In a pool thread."""
