@@ -278,6 +278,25 @@ def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
     assert driver.total("read_tokens") >= 48
 
 
+def test_nothing_is_to_be_done_while_others_wait_for_the_blocks_of_a_read(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(stored("llama"))
+    gate, driver = Gate(monkeypatch), Driver(stored("llama", blocks=20))
+    driver.add(request(prompt))
+    other = driver.add(request(PROMPT[::-1], max_tokens=8))
+    driver.step()
+    assert driver.generator.step() is None
+    assert (driver.generator.due_at(1.0) or 0.0) > time.monotonic()
+    late = driver.add(request(NEXT, max_tokens=8))
+    assert driver.generator.due_at(1.0) == 1.0
+    gate.opened.set()
+    driver.finish()
+    assert other.done
+    assert late.done
+    assert driver.total("read_tokens") == READ
+
+
 def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
