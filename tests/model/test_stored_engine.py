@@ -474,6 +474,20 @@ def test_a_prefix_is_computed_while_the_disk_hangs(
     generator.flush()
 
 
+def test_a_finished_read_counts_however_late_the_next_step_is(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(stored("llama"))
+    generator, woken = stored("llama"), Woken()
+    generator.others, driver = woken, Driver(generator)
+    monkeypatch.setattr(stored_engine, "READ_S", 0.0)
+    driver.add(request(prompt))
+    driver.step()
+    assert woken.event.wait(60)
+    driver.finish()
+    assert driver.total("read_tokens") == READ
+
+
 def test_preparing_goes_on_while_the_disk_hangs(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

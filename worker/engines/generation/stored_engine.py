@@ -295,15 +295,9 @@ class StoredEngine(GenerationEngine):
         self._read_token_s = (token_s + (self._read_token_s or token_s)) / 2
 
     def _finish_reads(self) -> bool:
-        """Register the blocks of finished reads; give up all, if the disk hangs. Return whether
-        there are any."""
+        """Register the blocks of finished reads; give up the others, if the disk hangs. Return
+        whether there are any."""
         now, pool, ended = time.monotonic(), self.scheduler.pool, False
-        for reading in self._readings:
-            if now >= self._progress_at + READ_S and not reading.cancelled:
-                log.warning("KV_CACHE_DIR: a read got nothing for %.0f s", READ_S)
-                self._cancel(reading)
-                pool.close(reading.table)
-                ended = True
         while not self._done.empty():
             reading = self._done.get()
             self._readings.remove(reading)
@@ -325,6 +319,12 @@ class StoredEngine(GenerationEngine):
             reading.sequence.reading = False
             if output := self._outputs.get(reading.sequence):
                 output.item.read_s = seconds
+        for reading in self._readings:
+            if now >= self._progress_at + READ_S and not reading.cancelled:
+                log.warning("KV_CACHE_DIR: a read got nothing for %.0f s", READ_S)
+                self._cancel(reading)
+                pool.close(reading.table)
+                ended = True
         return ended
 
     def _cancel(self, reading: Reading) -> None:
