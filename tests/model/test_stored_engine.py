@@ -344,6 +344,24 @@ def test_reads_are_tried_again_after_a_slow_one(stored: Callable[..., StoredEngi
     assert turn(generator, request(prompt))[1].total("read_tokens") >= READ
 
 
+def test_the_time_of_a_read_is_that_of_the_tokens_not_in_memory(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, now, read = first_turn(stored("llama")), [1.0], SegmentStore.read
+
+    def take_a_second(store: SegmentStore, key: bytes, buffer: memoryview) -> bool:
+        now[0] += 1.0
+        return read(store, key, buffer)
+
+    generator = stored("llama")
+    turn(generator, request(PROMPT[:70]))
+    monkeypatch.setattr(SegmentStore, "read", take_a_second)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    _, driver = turn(generator, request(prompt))
+    assert driver.total("read_tokens") == READ - 64
+    assert generator._read_token_s == 2 / (READ - 64)  # in two segments
+
+
 def test_a_client_may_leave_while_its_prefix_is_read(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,7 +291,8 @@ class StoredEngine(GenerationEngine):
                 self._copy(rows, numbers[known:], buffer[known * size :], fills=True)
             reading.filled += 1
             self._progress_at = time.monotonic()
-        token_s = (time.monotonic() - started_at) / len(reading.contents)
+        known = reading.table.registered * self.scheduler.pool.block_size
+        token_s = (time.monotonic() - started_at) / (len(reading.contents) - known)
         self._read_token_s = (token_s + (self._read_token_s or token_s)) / 2
 
     def _finish_reads(self) -> bool:
