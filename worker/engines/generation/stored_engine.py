@@ -347,6 +347,7 @@ class StoredEngine(GenerationEngine):
     def _write(self) -> None:
         """Write the blocks of all sequences that wait."""
         self._store.refresh()
+        self._store.measure()
         while self._unwritten:
             unwritten = self._unwritten.popleft()
             try:
