@@ -1,5 +1,6 @@
 """The segment store: what is written is found again, and no fault gives other bytes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -99,6 +100,21 @@ def test_requests_do_not_wait_for_the_sizes_of_all_files(
     monkeypatch.delattr(os, "scandir")
     reader.refresh()
     assert segment(1)[0] in reader
+
+
+def test_a_full_disk_leaves_no_file_and_the_segments_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = written(tmp_path / "kv", range(5))
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write(store, [9])
+    assert not [*store.folder.glob("*.tmp")]
+    assert [*read(store, range(10))] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("place", [0, 20, 200, -1])
