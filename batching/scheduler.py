@@ -56,7 +56,7 @@ class ContinuousScheduler:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
-        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int], int], bool]  # PrefixStore's
+        self.begin_read: abc.Callable[[BlockPool, Sequence, list[int], int], bool]  # StoredEngine's
         self.save: abc.Callable[[BlockPool, Sequence], None]
         self.running: list[Sequence] = []  # by priority, then by order of arrival
         self.num_waiting = 0

@@ -165,7 +165,7 @@ class Faults:
                 self.store = SegmentStore(self.folder, MAX_BYTES)  # a restart
             self.check_works()
         self.store.write(*segment(0))
-        self.store.refresh()
+        self.store.measure()
         assert self.store.usage.bytes <= MAX_BYTES, self.store.usage
 
     def check_works(self) -> None:

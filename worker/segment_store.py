@@ -40,7 +40,7 @@ class SegmentStore:
     """The segments in one folder, which is created if need be. The methods run in any thread; all
     but `__contains__` may wait for the disk. Raises OSError for a folder that cannot be used.
 
-    `usage`: of the folder, as this process knows it."""
+    `usage`: of the folder at the last `measure`, and what this process has written since."""
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
         self.folder = Path(folder).expanduser()
@@ -57,6 +57,7 @@ class SegmentStore:
                 file.write(secrets.token_bytes(SECRET_BYTES))
         self.secret = secret.read_bytes()
         self.usage = FolderUsage(0, 0, time.time())
+        self.measure()
         self._names: set[str] = set()
         self._changed_at = 0  # the folder's time at the last `refresh`
 
@@ -68,8 +69,13 @@ class SegmentStore:
         """List the folder, if it has changed."""
         with suppress(OSError):  # an unreadable folder has no segments
             if (changed_at := self.folder.stat().st_mtime_ns) != self._changed_at:
-                self._names = {name for _, _, name in self._files()}
+                self._names = {*os.listdir(self.folder)}
                 self._changed_at = changed_at
+
+    def measure(self) -> None:
+        """Add up the files of all processes: ten times the time of `refresh`."""
+        with suppress(OSError):
+            self._files()
 
     def read(self, key: bytes, buffer: memoryview) -> bool:
         """Fill `buffer` with a segment. Return whether it is there and whole; else remove it."""
@@ -149,7 +155,7 @@ class SegmentStore:
         """Remove all segments, also those that other processes write."""
         for _, _, name in self._files():
             self._remove(name)
-        self._files()
+        self.measure()
 
 
 @cache

@@ -19,7 +19,6 @@ def cache_command(program: str, argv: Sequence[str]) -> None:
             raise SettingsError("KV_CACHE_DIR is not set")
     except SettingsError as error:
         exit_with_error(error)
-    store.refresh()
     if action == "clear":
         store.clear()
     usage, limit = store.usage, settings.kv_cache_dir_gb

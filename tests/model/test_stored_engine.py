@@ -278,6 +278,25 @@ def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
     assert driver.total("read_tokens") >= 48
 
 
+def test_nothing_is_to_be_done_while_others_wait_for_the_blocks_of_a_read(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(stored("llama"))
+    gate, driver = Gate(monkeypatch), Driver(stored("llama", blocks=20))
+    driver.add(request(prompt))
+    other = driver.add(request(PROMPT[::-1], max_tokens=8))
+    driver.step()
+    assert driver.generator.step() is None
+    assert (driver.generator.due_at(1.0) or 0.0) > time.monotonic()
+    late = driver.add(request(NEXT, max_tokens=8))
+    assert driver.generator.due_at(1.0) == 1.0
+    gate.opened.set()
+    driver.finish()
+    assert other.done
+    assert late.done
+    assert driver.total("read_tokens") == READ
+
+
 def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +342,24 @@ def test_reads_are_tried_again_after_a_slow_one(stored: Callable[..., StoredEngi
         assert turn(generator, request(prompt))[1].total("read_tokens") == 0
     generator.scheduler.pool.drop_cached()
     assert turn(generator, request(prompt))[1].total("read_tokens") >= READ
+
+
+def test_the_time_of_a_read_is_that_of_the_tokens_not_in_memory(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, now, read = first_turn(stored("llama")), [1.0], SegmentStore.read
+
+    def take_a_second(store: SegmentStore, key: bytes, buffer: memoryview) -> bool:
+        now[0] += 1.0
+        return read(store, key, buffer)
+
+    generator = stored("llama")
+    turn(generator, request(PROMPT[:70]))
+    monkeypatch.setattr(SegmentStore, "read", take_a_second)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    _, driver = turn(generator, request(prompt))
+    assert driver.total("read_tokens") == READ - 64
+    assert generator._read_token_s == 2 / (READ - 64)  # in two segments
 
 
 def test_a_client_may_leave_while_its_prefix_is_read(
@@ -453,6 +490,20 @@ def test_a_prefix_is_computed_while_the_disk_hangs(
     assert len(gate.counts) == 1
     gate.opened.set()
     generator.flush()
+
+
+def test_a_finished_read_counts_however_late_the_next_step_is(
+    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(stored("llama"))
+    generator, woken = stored("llama"), Woken()
+    generator.others, driver = woken, Driver(generator)
+    monkeypatch.setattr(stored_engine, "READ_S", 0.0)
+    driver.add(request(prompt))
+    driver.step()
+    assert woken.event.wait(60)
+    driver.finish()
+    assert driver.total("read_tokens") == READ
 
 
 def test_preparing_goes_on_while_the_disk_hangs(

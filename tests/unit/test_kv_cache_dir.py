@@ -53,12 +53,10 @@ def test_a_namespace_depends_on_the_secret_alone(monkeypatch: pytest.MonkeyPatch
 def test_metrics_have_the_size_and_the_age_of_the_files(tmp_path: Path) -> None:
     metrics = Metrics(lambda: 0)
     settings = Settings(kv_cache_dir=str(tmp_path / "kv"))
-    store = open_stored_prefixes(settings)
-    assert store
-    store.write(bytes(16), memoryview(bytes(100_000)))
+    SegmentStore(tmp_path / "kv", 1 << 30).write(bytes(16), memoryview(bytes(100_000)))
     [file] = (tmp_path / "kv").glob("*.segment")
     os.utime(file, (time.time() - 500, time.time() - 500))
-    store.refresh()
+    assert open_stored_prefixes(settings)  # as a server that starts
     metrics.describe_stored(settings)
     value = metrics.registry.get_sample_value
     assert value("onequeue_kv_files_bytes") == 100_004

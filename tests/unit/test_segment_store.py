@@ -1,5 +1,6 @@
 """The segment store: what is written is found again, and no fault gives other bytes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_the_least_recently_used_segments_are_removed_first(tmp_path: Path) -> N
     store.use([segment(1)[0]])
     for number in (5, 6):
         store.write(segment(number)[0], data)
-        store.refresh()
+        store.measure()
         assert store.usage.bytes <= 400_000
     assert [n for n in range(7) if segment(n)[0] in store] == [1, 4, 5, 6]
     assert not [*store.folder.glob("*.tmp")]
@@ -91,6 +92,31 @@ def test_a_segment_that_is_larger_than_the_folder_is_left_out(tmp_path: Path) ->
     assert [*read(store, range(3))] == [0, 1, 2]
 
 
+def test_requests_do_not_wait_for_the_sizes_of_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = SegmentStore(tmp_path / "kv", MB)
+    written(tmp_path / "kv", range(2))
+    monkeypatch.delattr(os, "scandir")
+    reader.refresh()
+    assert segment(1)[0] in reader
+
+
+def test_a_full_disk_leaves_no_file_and_the_segments_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = written(tmp_path / "kv", range(5))
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write(store, [9])
+    assert not [*store.folder.glob("*.tmp")]
+    assert [*read(store, range(10))] == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("place", [0, 20, 200, -1])
 def test_a_flipped_bit_loses_the_segment_alone(tmp_path: Path, place: int) -> None:
     store = written(tmp_path / "kv", range(10))
@@ -111,14 +137,14 @@ def test_an_index_is_there_while_the_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = written(tmp_path / "kv", range(1))
-    reached, opened, scandir = threading.Event(), threading.Event(), os.scandir
+    reached, opened, listdir = threading.Event(), threading.Event(), os.listdir
 
     def hang(path: Path) -> object:
         reached.set()
         assert opened.wait(60)
-        return scandir(path)
+        return listdir(path)
 
-    monkeypatch.setattr(os, "scandir", hang)
+    monkeypatch.setattr(os, "listdir", hang)
     thread = threading.Thread(target=store.refresh)
     thread.start()
     assert reached.wait(60)

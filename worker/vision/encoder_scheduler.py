@@ -44,8 +44,7 @@ class EncoderScheduler:
 
     def step(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
         """Run the encoder at most once, and mark prompts ready whose media are all encoded."""
-        prompts = dict.fromkeys(_prompts(scheduler.by_rank()))
-        waiting = [prompt for prompt in list(prompts)[:MAX_PROMPTS_AHEAD] if not prompt.ready]
+        waiting = self.waiting(scheduler)
         jobs = [EncoderJob(prompt, item) for prompt in waiting for item in self._missing(prompt)]
         if jobs:
             self._encode(_first_batch(jobs, 1 if streaming else self._max_batch(jobs[0].item)))
@@ -54,6 +53,11 @@ class EncoderScheduler:
         recomputing = [prompt.recomputing for prompt in waiting if prompt.recomputing]
         if recomputing and not jobs and not scheduler.running:
             wait(recomputing, RECOMPUTE_WAIT_S, FIRST_COMPLETED)
+
+    def waiting(self, scheduler: ContinuousScheduler) -> list[MultimodalPrompt]:
+        """Return the prompts that are encoded next."""
+        prompts = dict.fromkeys(_prompts(scheduler.by_rank()))
+        return [prompt for prompt in list(prompts)[:MAX_PROMPTS_AHEAD] if not prompt.ready]
 
     def release_prefilled(self, scheduler: ContinuousScheduler) -> None:
         """Drop the rows of prompts that no sequence has to prefill. Called after a step."""

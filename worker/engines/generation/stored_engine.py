@@ -124,6 +124,7 @@ class StoredEngine(GenerationEngine):
         self._disk_counts = Counter[str]()  # fields of the next StepReport
         self._written = self._reported = 0  # bytes in all, and those of them in reports
         self._refresh, self._refreshed_at = threading.Thread(), 0.0
+        self._rests = False  # until a read ends: the last step had nothing to do
         self._reads, self._reader = _start("kv-reader")
         self._writes, self._writer = _start("kv-writer")
         self._use_scheduler()
@@ -158,24 +159,27 @@ class StoredEngine(GenerationEngine):
             sequence.disk_key = blake2b(parts, digest_size=16, key=secret).digest()
         return sequence
 
-    def _rests(self) -> bool:
-        """Return whether there is nothing to do until the end of a read wakes the thread."""
-        is_reading = any(not reading.cancelled for reading in self._readings)
-        if not is_reading or self._in_flight or self.scheduler.running:
-            return False
-        return all(s.reading or s.pending_prefix for s in self.scheduler.by_rank())
+    def add(self, item: GenerationItem) -> None:
+        self._rests = False
+        super().add(item)
 
     def due_at(self, idle_since: float) -> float | None:
-        if self._rests():
-            return self._progress_at + READ_S
-        return super().due_at(idle_since)
+        return self._progress_at + READ_S if self._rests else super().due_at(idle_since)
 
     def step(  # type: ignore[override]  # none is due while only reads are left
         self, idle_since: float = 0.0
     ) -> StepOutcome[DeltaSource] | None:
-        if not self._finish_reads() and self._rests():
+        if not self._finish_reads() and self._rests:
             return None
-        return super().step(idle_since)
+        outcome = super().step(idle_since)
+        report, encoder = outcome.report, self._encoder_scheduler
+        assert isinstance(report, StepReport)
+        is_idle = not (report.prefill_tokens or report.decode_tokens or outcome.done)
+        is_reading = any(not reading.cancelled for reading in self._readings)
+        others_wait = self._in_flight or self.scheduler.running
+        is_encoding = encoder and encoder.waiting(self.scheduler)
+        self._rests = is_idle and is_reading and not (others_wait or is_encoding)
+        return outcome
 
     def _report(self) -> StepReport:
         written = self._written
@@ -185,6 +189,7 @@ class StoredEngine(GenerationEngine):
         return super()._report()
 
     def clear(self) -> list[WorkItem]:
+        self._rests = False
         for reading in self._readings:
             self._cancel(reading)
         items = super().clear()
@@ -286,19 +291,14 @@ class StoredEngine(GenerationEngine):
                 self._copy(rows, numbers[known:], buffer[known * size :], fills=True)
             reading.filled += 1
             self._progress_at = time.monotonic()
-        token_s = (time.monotonic() - started_at) / len(reading.contents)
+        known = reading.table.registered * self.scheduler.pool.block_size
+        token_s = (time.monotonic() - started_at) / (len(reading.contents) - known)
         self._read_token_s = (token_s + (self._read_token_s or token_s)) / 2
 
     def _finish_reads(self) -> bool:
-        """Register the blocks of finished reads; give up all, if the disk hangs. Return whether
-        there are any."""
+        """Register the blocks of finished reads; give up the others, if the disk hangs. Return
+        whether there are any."""
         now, pool, ended = time.monotonic(), self.scheduler.pool, False
-        for reading in self._readings:
-            if now >= self._progress_at + READ_S and not reading.cancelled:
-                log.warning("KV_CACHE_DIR: a read got nothing for %.0f s", READ_S)
-                self._cancel(reading)
-                pool.close(reading.table)
-                ended = True
         while not self._done.empty():
             reading = self._done.get()
             self._readings.remove(reading)
@@ -320,6 +320,12 @@ class StoredEngine(GenerationEngine):
             reading.sequence.reading = False
             if output := self._outputs.get(reading.sequence):
                 output.item.read_s = seconds
+        for reading in self._readings:
+            if now >= self._progress_at + READ_S and not reading.cancelled:
+                log.warning("KV_CACHE_DIR: a read got nothing for %.0f s", READ_S)
+                self._cancel(reading)
+                pool.close(reading.table)
+                ended = True
         return ended
 
     def _cancel(self, reading: Reading) -> None:
@@ -341,6 +347,7 @@ class StoredEngine(GenerationEngine):
     def _write(self) -> None:
         """Write the blocks of all sequences that wait."""
         self._store.refresh()
+        self._store.measure()
         while self._unwritten:
             unwritten = self._unwritten.popleft()
             try:
