@@ -33,7 +33,7 @@ def write(store: SegmentStore, numbers: Iterable[int]) -> None:
 
 
 def read(store: SegmentStore, numbers: Iterable[int]) -> Iterator[int]:
-    """Yield the numbers of the segments that are there, and compare each with what was written."""
+    """Yield the numbers of the segments that exist; check that each has its written content."""
     for number in numbers:
         key, data = segment(number)
         buffer = bytearray(len(data))

@@ -26,7 +26,7 @@ SECRET_BYTES, CHECKSUM_BYTES = 32, 4
 # As all of them are listed when the folder has changed: of a tiny model's the folder holds less
 # than its limit.
 MAX_FILES = 8192
-# Of the limits, what is left in a full folder: it is not listed for each file.
+# A full folder is reduced to this fraction of its limits, so that not every write lists it.
 KEPT_FRACTION = 0.95
 
 

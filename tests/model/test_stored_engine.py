@@ -375,7 +375,7 @@ def test_a_client_may_leave_while_its_prefix_is_read(
     driver.finish()
     again = driver.add(request(prompt))
     driver.finish()
-    assert again.sequences[0].cached == READ  # what was read is in memory
+    assert again.sequences[0].cached == READ  # the blocks that were read are in memory
 
 
 def test_blocks_are_left_alone_after_the_pool_is_replaced(

@@ -197,7 +197,7 @@ def test_a_preset_of_the_processor_is_a_voice(voices: str) -> None:
 
 
 def test_a_recording_is_a_voice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The sentence is a turn behind the recording and what is said in it."""
+    """The prompt is a turn with the recording and its transcript, then one with the sentence."""
     rng = np.random.default_rng(0)
     for name, rate in (("ann.wav", 24_000), ("bob.FLAC", 8_000)):
         soundfile.write(tmp_path / name, rng.integers(-9000, 9000, rate // 2, np.int16), rate)

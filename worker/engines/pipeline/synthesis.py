@@ -94,8 +94,8 @@ def read_voices(
 
 
 def recorded_voice(pipe: Pipe, file: Path) -> Voice:
-    """Return a voice whose context is a turn with a recording, and what is said in it: the text of
-    the file of the same name that ends in .txt. Raises errors of the processor."""
+    """Return a voice whose context is a turn with a recording and its transcript, which is in the
+    file of the same name that ends in .txt. Raises errors of the processor."""
     with Recording(
         str(file), pipe.processor.feature_extractor.sampling_rate, MAX_VOICE_S
     ) as opened:
