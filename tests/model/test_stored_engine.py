@@ -509,17 +509,18 @@ def test_a_finished_read_counts_however_late_the_next_step_is(
 def test_preparing_goes_on_while_the_disk_hangs(
     stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, opened, calls = stored("llama"), threading.Event(), list[int]()
+    generator, opened, hanging = stored("llama"), threading.Event(), threading.Semaphore(0)
 
     def hang(store: SegmentStore) -> None:
-        calls.append(1)
+        hanging.release()
         assert opened.wait(60)
 
     monkeypatch.setattr(SegmentStore, "refresh", hang)
     monkeypatch.setattr(stored_engine, "REFRESH_S", 0.01)
     for _ in range(3):
         generator.prepare(request(PROMPT))
-    assert len(calls) == 1
+    assert hanging.acquire(timeout=60)
+    assert not hanging.acquire(blocking=False)
     opened.set()
 
 
