@@ -456,6 +456,38 @@ def test_layers_with_other_inputs_do_not_run_in_groups(
     torch.testing.assert_close(with_compiled_layers(model, "body")(x), model(x))
 
 
+class Masked(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor, mask: tuple[Tensor | None, bool], factor: int) -> Tensor:
+        added, is_negative = mask
+        x = x * factor + (1 if added is None else added)
+        return -x if is_negative else x
+
+
+@torch.inference_mode()
+def test_inputs_of_another_form_run_code_of_their_own(
+    no_step: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A form that was run before runs without guards."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compiling, "MAX_FORMS", 5)
+    layers = Layers(Masked(0), Masked(1))
+    body = with_compiled_layers(layers, "body", 6, is_general=True).get_submodule("body.layers")
+    [first, *_] = body.children()
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float64):
+            for mask in ((None, False), (None, True), (torch.tensor([2.0, 3.0]), False)):
+                for factor in (2, 3):
+                    x = torch.randn(2, dtype=dtype)
+                    expected = x
+                    for layer in layers.get_submodule("body.layers").children():
+                        expected = layer(expected, mask, factor=factor)
+                    assert torch.equal(first(x, mask, factor=factor), expected)
+
+
 class Operation(Enum):
     PLUS, MINUS = 1, -1
 

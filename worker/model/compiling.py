@@ -8,14 +8,14 @@ rows is captured anyway (cuda_graphs.py), and a single token has a graph of its 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, zip_longest
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
@@ -56,6 +56,7 @@ IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
 # a step a fifth to two fifths slower; graphs of five take 39 s, the whole body 113 s.
 MAX_GROUP = 6
 MAX_LAYER_GRAPHS = 32  # of a model: on a GPU two for each kind of layers
+MAX_FORMS = 8  # of a group's inputs that run without guards
 CPP = {"cpp_wrapper": True}  # the code that calls kernels is compiled too
 
 
@@ -91,7 +92,8 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
         ]
     for number, (compiled, settings) in enumerate(ways, 1):
         try:
-            with inductor.patch(settings):
+            # numbers in layers, such as that of a norm, are parts of the code, not inputs of it
+            with inductor.patch(settings), torch._dynamo.config.patch(specialize_float=True):
                 check(result := compiled())
             return result
         except Exception as error:
@@ -203,7 +205,7 @@ def with_compiled_layers(
     compiled, *_, copied = copy_path(model, f"{path}.{name}")
     index = 0
     for width in _group_sizes(part, len(layers), max_group):
-        group = _LayerGroup(layers[index : index + width], run)
+        group = _LayerGroup(layers[index : index + width], run, is_general)
         for call in (group.run, *[group.output_again] * (width - 1)):
             outer = shallow_copy(layers[index])
             outer.forward = call
@@ -222,6 +224,27 @@ def _group_sizes(part: Any, count: int, max_group: int) -> Iterator[int]:
         yield from [size] * (length // size)
 
 
+def _form(value: Any) -> Hashable:
+    """Return what guards read of an input, its sizes aside."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    if isinstance(value, dict):
+        return tuple((key, _form(item)) for key, item in value.items())
+    return tuple(map(_form, value)) if isinstance(value, tuple | list) else value
+
+
+def _without_guards(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return the code that `compiled` has run for these inputs. Guards on layers and the wrapper
+    around them take a quarter of a step of one row."""
+    function: Any = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    code = function.__code__
+    local = dict(zip(code.co_varnames, inputs, strict=False))
+    for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(code):
+        if entry.guard_manager.check(local):
+            return FunctionType(entry.code, function.__globals__, code.co_name)
+    return compiled  # eager, beyond the limit of graphs
+
+
 def _hidden(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
@@ -229,7 +252,11 @@ def _hidden(output: Any) -> Any:
 class _LayerGroup:
     """Layers in a row that run as one graph when the body calls the first of them."""
 
-    def __init__(self, layers: Iterable[nn.Module], run: Callable[..., Any]) -> None:
+    def __init__(
+        self, layers: Iterable[nn.Module], run: Callable[..., Any], is_general: bool
+    ) -> None:
+        self._is_general = is_general
+        self._found: dict[Hashable, Callable[..., Any]] = {}  # what runs for inputs of this form
         self.layers, numbers = [], []
         for index, layer in enumerate(layers):
             copied, number = _unnumbered(layer, SHARED_LAYER - index)
@@ -241,7 +268,12 @@ class _LayerGroup:
 
     def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         self.inputs = args, kwargs
-        self.output = call_as_layers(self.number, self.compiled, self.layers, hidden, args, kwargs)
+        inputs = self.layers, hidden, args, kwargs
+        form = _form(inputs[1:])
+        run = self._found.get(form, self.compiled)
+        self.output = call_as_layers(self.number, run, *inputs)
+        if self._is_general and form not in self._found and len(self._found) < MAX_FORMS:
+            self._found[form] = _without_guards(self.compiled, inputs)
         return self.output
 
     def output_again(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
