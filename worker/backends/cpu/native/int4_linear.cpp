@@ -29,7 +29,7 @@ struct Factors {
       scales[n] = bf16_floats(block + 2 * LANES * n);
       offsets[n] = bf16_floats(block + 2 * (QUANTIZED_GROUP + LANES * n));
     }
-    for (int n = 0; n < 4 * QUANTIZED_GROUP; n += 64) __builtin_prefetch(block + PREFETCH_BYTES + n);
+    for (int n = 0; n < 4 * QUANTIZED_GROUP; n += 64) __builtin_prefetch(block + QUANTIZED_PREFETCH_BYTES + n);
   }
 };
 
@@ -48,7 +48,7 @@ struct Int4Weights {
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     const Factors factors(block);
     for (const uint8_t* from = block + 4 * GROUP; from < block + INT4_BYTES; from += LINE_BYTES) {
-      __builtin_prefetch(from + PREFETCH_BYTES);
+      __builtin_prefetch(from + QUANTIZED_PREFETCH_BYTES);
       const __m512i codes = load<__m512i>(from);
 #pragma GCC unroll 4
       for (int n = 0; n < PANELS_OF_GROUP; ++n, to += 2 * LANES) {
@@ -141,7 +141,7 @@ struct Int4Linear {
     const __m512i values = _mm512_broadcast_i64x4(_mm256_setr_epi16(  // a permutation reads five bits
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
         0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
-    __builtin_prefetch(line + PREFETCH_BYTES);
+    __builtin_prefetch(line + QUANTIZED_PREFETCH_BYTES);
     const __m512i codes = load<__m512i>(line);
     WeightsLine to;
 #pragma GCC unroll 4
