@@ -79,6 +79,16 @@ def serving_all(generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
         yield server
 
 
+def open_page(
+    visitor: Any, server: Server, path: str = "/", role: str = "tab", name: str = "Live"
+) -> Any:
+    """Return the page, opened with the key, once it shows an element of this role and name."""
+    visitor.add_init_script(f"try {{ sessionStorage.setItem('onequeue-key', '{KEY}') }} catch {{}}")
+    visitor.goto(server.url + path)
+    visitor.get_by_role(role, name=name).wait_for()
+    return visitor
+
+
 def run_shell(command: str) -> str:
     """Run a line with curl, which must succeed, and return its output."""
     command = command.replace("curl ", "curl --silent --show-error --fail --noproxy '*' ", 1)
