@@ -14,7 +14,6 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.scoring import EmbeddingOutput
 
 KEY = "the-key"
@@ -33,8 +32,6 @@ class LetterEmbedder(FakeRunner):
     """Returns vectors of two numbers: whether the text has an a, and whether it has a b."""
 
     max_model_len = 8
-    refused_media = TEXT_ONLY
-    transcription_chat = staticmethod(transcription_chat)
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = list(item.payload.inputs)

@@ -177,8 +177,8 @@ def test_texts_come_from_a_file(target: Target, tmp_path: Path) -> None:
 def test_a_file_without_texts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     for name in ("empty.txt", "absent.txt"):
-        command = [sys.executable, SCRIPT, "http://x", "--requests", "1", "--texts"]
-        done = processes.run([*command, tmp_path / name])
+        texts = ["--texts", str(tmp_path / name)]
+        done = processes.run([sys.executable, str(SCRIPT), "http://x", "--requests=1", *texts])
         assert done.returncode == 2
         assert "no such file, or it has no text" in done.stderr
 
