@@ -14,7 +14,6 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.scoring import EmbeddingOutput
 
 KEY = "the-key"
@@ -33,8 +32,6 @@ class LetterEmbedder(FakeRunner):
     """Returns vectors of two numbers: whether the text has an a, and whether it has a b."""
 
     max_model_len = 8
-    refused_media = TEXT_ONLY
-    transcription_chat = staticmethod(transcription_chat)
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = list(item.payload.inputs)
@@ -77,6 +74,16 @@ def serving_all(generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
     load: dict[str, Any] = {"load_chat": lambda: generator, "load_embedder": LetterEmbedder}
     with serving(FillMaskRunner, api_keys=(KEY,), **load, **settings) as server:
         yield server
+
+
+def open_page(
+    visitor: Any, server: Server, path: str = "/", role: str = "tab", name: str = "Live"
+) -> Any:
+    """Return the page, opened with the key, once it shows an element of this role and name."""
+    visitor.add_init_script(f"try {{ sessionStorage.setItem('onequeue-key', '{KEY}') }} catch {{}}")
+    visitor.goto(server.url + path)
+    visitor.get_by_role(role, name=name).wait_for()
+    return visitor
 
 
 def run_shell(command: str) -> str:

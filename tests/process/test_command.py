@@ -8,9 +8,7 @@ import httpx
 import pytest
 
 from server import __version__
-from tests.process.test_start import started
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, started
 
 
 @pytest.fixture(scope="module")

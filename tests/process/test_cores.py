@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.preflight import KERNEL_CACHES, SPIN_COUNT, openmp_threads, set_openmp_variables
+from tests import processes
 from tests.cgroups import process
 from worker.cores import (
     Cores,
@@ -20,7 +21,6 @@ from worker.cores import (
     unpin,
 )
 
-ROOT = Path(__file__).parents[2]
 ALONE = {core: str(core) for core in range(4)}
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 HYPERTHREADS = {core: f"{core % 2},{core % 2 + 2}" for core in range(4)}  # two physical cores
@@ -179,8 +179,7 @@ PINNED = """
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    return processes.run([sys.executable, "-c", textwrap.dedent(code)], **env)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")

@@ -13,39 +13,22 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import pytest
 
 from tests import tiny
 from tests import tiny_media as tiny_media  # adds its models to the list
-from tests.process.test_start import started
+from tests.documents import LOCAL, Block, blocks_of
+from tests.processes import ROOT, started
 from tests.serving import wait_until
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(
-    r'^(<!-- not run -->\n)?```(\w+)(?: title="[^"]*")?\n(.*?)^```$', re.DOTALL | re.MULTILINE
-)
-LOCAL = "localhost:8000"
 # Programs that run through pytest's own Python, with the flags that their help lists.
 SCRIPT = re.compile(r"(\./scripts/\S+|\.venv/bin/onequeue \w+)(.*)")
 
 
-class Block(NamedTuple):
-    page: str
-    language: str
-    runs: bool
-    text: str
-
-
-BLOCKS = [
-    Block(page.name, match[2], match[1] is None, match[3])
-    for page in PAGES
-    for match in FENCE.finditer(page.read_text())
-    if match[2] in ("bash", "python")
-]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def named(blocks: list[Block]) -> list[object]:

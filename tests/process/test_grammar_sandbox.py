@@ -26,6 +26,7 @@ from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
+from tests.processes import ROOT, is_running
 from tests.serving import serving, wait_until
 from tests.tiny_chat import engine
 from worker.engines.generation.engine import RUNS_AHEAD
@@ -44,7 +45,6 @@ SLOW = Constraint("grammar", "\n" * 90_000, "f")  # minutes of CPU time, and no 
 HUNGRY = {"type": "integer", "multipleOf": 99999989}
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 DOUBLING = "\n".join(["start: a0 a0", *(f"a{n}: a{n + 1} a{n + 1}" for n in range(60)), 'a60: "x"'])
-ROOT = Path(__file__).parents[2]
 
 
 def schema(of: dict[str, Any]) -> Constraint:
@@ -186,13 +186,6 @@ def make_sandbox() -> GrammarSandbox:
     return GrammarSandbox(TOKENIZER.backend_tokenizer.to_str(), WIDTH, [TOKENIZER.eos_token_id])
 
 
-def alive(pid: int) -> bool:
-    try:
-        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-
-
 def test_killed_sandbox_is_replaced() -> None:
     child = make_sandbox()
     assert child.check("start: /a/", False, True, 5).reason is None
@@ -242,9 +235,9 @@ def test_sandbox_ends_with_a_killed_server(grammar: str, tmp_path: Path) -> None
     with server:
         assert server.stdout
         pid = int(server.stdout.readline())
-        assert alive(pid)
+        assert is_running(pid)
         server.kill()
-    wait_until(lambda: not alive(pid), 30)
+    wait_until(lambda: not is_running(pid), 120)
 
 
 def test_sandbox_ends_with_the_server_and_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +264,7 @@ def test_sandbox_ends_with_the_server_and_imports_no_torch(monkeypatch: pytest.M
         assert (
             "too long" in message or "too much memory" in message
         )  # depends on the machine's speed
-    wait_until(lambda: not alive(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 # ── other requests ──
@@ -450,8 +443,9 @@ def test_waiting_choices_have_no_copy_of_their_grammar() -> None:
     assert not any("matcher" in vars(state._grammar) for state in states)
 
 
-def test_close_does_not_wait_for_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+def test_close_does_not_wait_for_the_sandbox(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     when_ready(lambda: grammars.tokenizer("f"))
     check: Any = GrammarSandbox.check
     monkeypatch.setattr(GrammarSandbox, "check", lambda *args: check(*args[:-1], 3600.0))
@@ -481,9 +475,8 @@ def has_fork(process: Any) -> bool:
 
 
 def test_failed_start_of_the_grammar_thread_is_retried(
-    monkeypatch: pytest.MonkeyPatch,
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
 
     def out_of_threads(run: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -493,10 +486,11 @@ def test_failed_start_of_the_grammar_thread_is_retried(
         with pytest.raises(WorkerDown):
             grammars.compile_constraint(regex("[ab]"))
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
-    grammars.close()
 
 
-def test_clients_have_grammars_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_have_grammars_compiled_in_turn(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, checked = threading.Event(), []
 
     def check(_: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
@@ -505,7 +499,6 @@ def test_clients_have_grammars_compiled_in_turn(monkeypatch: pytest.MonkeyPatch)
         return SandboxResult("enough")
 
     monkeypatch.setattr(compiler, "MAX_QUEUED", 3)
-    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: grammars.tokenizer("f"))
     monkeypatch.setattr(GrammarSandbox, "check", check)
     done = []
@@ -522,10 +515,11 @@ def test_clients_have_grammars_compiled_in_turn(monkeypatch: pytest.MonkeyPatch)
     gate.set()
     assert all(event.wait(60) for event in done)
     assert checked.index("start: /d/") <= 1  # the first may run before it arrives
-    grammars.close()
 
 
-def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_failure_reaches_all_waiting_requests(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, attempts = threading.Event(), 0
 
     def failing(*args: Any) -> SandboxResult:
@@ -535,7 +529,6 @@ def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.Monk
         raise OSError("no process can be started")
 
     monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
-    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: grammars.tokenizer("f"))
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
         patch.setattr(GrammarSandbox, "check", failing)
@@ -551,7 +544,6 @@ def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.Monk
     assert attempts == 1
     grammars._errors.clear()  # time has passed
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
-    grammars.close()
 
 
 def owned(item: Any) -> Any:

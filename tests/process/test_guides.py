@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import httpx
@@ -30,21 +30,19 @@ from server.commands.calibrate import calibrate_command
 from server.commands.load_test.arguments import parse_args
 from server.commands.serve import serve_command
 from server.core.settings import Settings, split_entries, split_entry
-from tests import tiny, tiny_multimodal
-from tests.process.test_start import started
+from tests import processes, tiny, tiny_multimodal
+from tests.documents import FENCE, LOCAL, Block, blocks_of
+from tests.processes import ROOT, started
 from tests.real import checkpoints
 from tests.serving import wait_until
 from worker.backends.cpu.linear_layers import INT4_BYTES
 
-ROOT = Path(__file__).parents[2]
 # Nothing reads the log, which is a pipe: lines of requests would fill it.
-SERVER = [sys.executable, "-m", "server", "serve", "--no-access-log"]
+SERVER = [*processes.SERVER, "--no-access-log"]
 DEMO = ROOT / "worker" / "demo"
 INSTALL = ROOT / "docs" / "install.md"
 MIGRATE = ROOT / "docs" / "guides" / "migrate.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-FENCE = re.compile(r"^(<!-- not run -->\n)?```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LOCAL = "localhost:8000"
 ROUTE = re.compile(rf"{LOCAL}(/[\w/]*)")
 MAX_LINES = 110  # about two screens
 STARTS_ITS_SERVER = "production.md"
@@ -59,20 +57,6 @@ CLASSIFIER = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
 EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 RERANKER = "cross-encoder/ms-marco-MiniLM-L6-v2"
 WHISPER = "openai/whisper-small"
-
-
-class Block(NamedTuple):
-    page: str
-    language: str
-    runs: bool
-    text: str
-
-
-def blocks_of(page: Path) -> list[Block]:
-    return [
-        Block(page.name, match[2], match[1] is None, match[3])
-        for match in FENCE.finditer(page.read_text())
-    ]
 
 
 CHECKED = [block for page in (*GUIDES, INSTALL) for block in blocks_of(page) if not block.runs]

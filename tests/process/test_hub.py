@@ -9,7 +9,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from server.preflight import MISUSE
 from tests.hub import serving_hub
 from tests.matrix import matrix
-from tests.process.test_start import ROOT, SERVER, assert_refused, pipe, process, run
+from tests.process.test_start import assert_refused
+from tests.processes import ROOT, SERVER, pipe, process, run
 from worker.model.loading import LoadingFailed, load_errors
 
 TOKEN = {"HF_TOKEN": "a-token"}
@@ -88,13 +89,6 @@ def test_a_hub_id_is_checked_before_the_app_is_imported(cache: dict[str, str]) -
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "server.preflight" in imported
     assert imported.isdisjoint({"server.app", "server.http.request", "torch"})
-
-
-def test_a_model_that_the_hub_lacks_is_refused_for_each_setting(cache: dict[str, str]) -> None:
-    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as hub:
-        environment = {**hub.environment, **cache, **TOKEN}
-        done = run([*SERVER, "--rerank-model", "a/missing"], **environment)
-    assert_refused(done, "RERANK_MODEL='a/missing': ", "the hub has no such model")
 
 
 def test_the_error_of_a_load_includes_the_hubs_reason() -> None:

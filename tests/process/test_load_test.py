@@ -38,6 +38,7 @@ from server.commands.load_test.generator import LoadGenerator
 from server.commands.load_test.latency_plot import plot
 from server.commands.load_test.report import duration
 from server.commands.load_test.request_bodies import WORDS
+from tests import processes
 from tests.fakes import FakeRunner
 from tests.serving import serving as serving_app
 
@@ -131,12 +132,16 @@ def generator_for(*words: str) -> tuple[LoadGenerator, Any]:
     return make_generator(args), args
 
 
+def printed(*args: str | Path) -> tuple[list[str], dict[str, Any]]:
+    """Run the script; return the lines that it prints, and the document behind them."""
+    done = processes.run([sys.executable, SCRIPT, *args])
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    return lines, json.loads(last)
+
+
 def run(*args: str | Path) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stderr == ""
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return printed(*args)[1]
 
 
 def test_closed_loop_counts_every_request_but_the_warmup(target: Target) -> None:
@@ -149,16 +154,7 @@ def test_closed_loop_counts_every_request_but_the_warmup(target: Target) -> None
 
 
 def test_texts_follow_the_options(target: Target) -> None:
-    options = (
-        "--requests",
-        "20",
-        "--words",
-        "2-5",
-        "--mask",
-        "[MASK]",
-        "--header",
-        "X-Key: secret",
-    )
+    options = "--requests=20", "--words=2-5", "--mask=[MASK]", "--header=X-Key: secret"
     result = run(target.url, *options)
     texts = [body.decode().split() for body in target.bodies]
     assert all(text.count("[MASK]") == 1 and 3 <= len(text) <= 6 for text in texts)
@@ -181,8 +177,8 @@ def test_texts_come_from_a_file(target: Target, tmp_path: Path) -> None:
 def test_a_file_without_texts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     for name in ("empty.txt", "absent.txt"):
-        command = [sys.executable, str(SCRIPT), "http://x", "--requests", "1", "--texts"]
-        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True)
+        texts = ["--texts", str(tmp_path / name)]
+        done = processes.run([sys.executable, str(SCRIPT), "http://x", "--requests=1", *texts])
         assert done.returncode == 2
         assert "no such file, or it has no text" in done.stderr
 
@@ -304,11 +300,9 @@ def test_503_is_counted_with_its_retry_after(target: Target) -> None:
 
 
 def test_the_first_error_of_each_status_is_shown_on_one_line(target: Target) -> None:
-    command = [sys.executable, str(SCRIPT), f"{target.url}/wrong", "--requests", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    *table, last = done.stdout.splitlines()
+    table, result = printed(f"{target.url}/wrong", "--requests", "6")
     first_400 = "wrong 0 " + "x" * 191 + "…"
-    assert json.loads(last)["first_errors"] == {"400": first_400, "413": "wrong 1 �"}
+    assert result["first_errors"] == {"400": first_400, "413": "wrong 1 �"}
     shown = [line.split(maxsplit=2) for line in table if line.startswith("first ")]
     assert shown == [["first", "400", first_400], ["first", "413", "wrong 1 �"]]
 
@@ -387,15 +381,14 @@ def test_files_are_posted_raw_or_in_a_form(target: Target, tmp_path: Path) -> No
 
 
 def test_several_targets_are_loaded_in_turn_and_compared_side_by_side(target: Target) -> None:
-    command = [sys.executable, str(SCRIPT), target.url, f"{target.url}/busy", "--requests", "7"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    *lines, last = done.stdout.splitlines()
-    first, second = json.loads(last)["targets"]
+    urls = [target.url, f"{target.url}/busy"]
+    lines, result = printed(*urls, "--requests", "7")
+    first, second = result["targets"]
     assert (first["ok"], second["ok"]) == (7, 0)
     assert first["settings"]["url"] == target.url
     errors = next(line for line in lines if line.startswith("errors"))
     assert errors.split() == ["errors", "0", "7"]
-    hosts = [url.removeprefix("http://") for url in command[2:4]]
+    hosts = [url.removeprefix("http://") for url in urls]
     assert hosts in [line.split() for line in lines]
 
 

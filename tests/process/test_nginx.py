@@ -1,9 +1,8 @@
 """Two servers behind nginx, with the configuration of the documents: one drains, one is killed, or
-both are full. NDJSON is passed on while it is sent. Servers with one database share what it has."""
+both are full. NDJSON is passed on while it is sent."""
 
 import contextlib
 import http.client
-import json
 import os
 import shutil
 import signal
@@ -21,8 +20,6 @@ import httpx
 import pytest
 
 from server.http.request import NDJSON_TYPES
-from tests.http.test_batches import chat_line, jsonl
-from tests.postgres import Postgres
 from tests.serving import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +48,7 @@ PROGRAM = """
     generator = FakeGenerator()
     settings = Settings(
         chat_model="{chat}", embedding_model="none", drain_delay_s=0.5, max_queue_size={slots},
-        sse_keepalive_s=0.5, store="{store}",
+        sse_keepalive_s=0.5,
     )
     if settings.chat_model != "none":
         generator.one_by_one = True
@@ -95,7 +92,6 @@ def behind_nginx(
     slots: int,
     chat: str = "none",
     read_timeout: str = "1h",
-    store: str = "sqlite",
 ) -> Iterator[Servers]:
     """Two servers behind nginx; the text `hold` keeps one busy until its pipe is opened."""
     sockets = [str(folder / name) for name in ("a.sock", "b.sock")]
@@ -109,7 +105,7 @@ def behind_nginx(
     assert "proxy_read_timeout 1h" in config
     config = config.replace("proxy_read_timeout 1h", f"proxy_read_timeout {read_timeout}")
     (folder / "nginx.conf").write_text(f"pid {folder}/pid;\nuser root;\n{config}")
-    code = textwrap.dedent(PROGRAM).format(slots=slots, chat=chat, store=store)
+    code = textwrap.dedent(PROGRAM).format(slots=slots, chat=chat)
     url = f"http://127.0.0.1:{port}"
     nginx = [str(NGINX), "-c", str(folder / "nginx.conf"), "-g", "daemon off;", "-e", "stderr"]
     with (
@@ -203,37 +199,6 @@ def test_a_line_is_answered_before_the_next_one_is_sent(tmp_path: Path) -> None:
                 assert b"first" in response.readline()
                 client.send(chunk(b'"second"\n') + chunk(b""))
                 assert b"second" in response.readline()
-
-
-def test_servers_with_one_database_share_responses_and_batches(
-    tmp_path: Path, postgres: Postgres
-) -> None:
-    store = postgres.new_database()
-    with (
-        behind_nginx(tmp_path, slots=9, chat="demo", store=store) as servers,
-        contextlib.ExitStack() as clients,
-        httpx.Client(base_url=servers.url + "/v1") as proxy,
-    ):
-        for path in servers.sockets:
-            open(path + ".held", "w").close()
-        for _ in range(4):
-            assert proxy.post("/chat/completions", json=chat_line("a", "say a")["body"]).is_success
-        first = proxy.post("/responses", json={"input": "say a"}).json()
-        for path in servers.sockets:
-            transport = httpx.HTTPTransport(uds=path)
-            server = clients.enter_context(httpx.Client(transport=transport, base_url=LOCAL))
-            body = {"input": "say b", "previous_response_id": first["id"]}
-            assert server.post("/v1/responses", json=body).json()["status"] == "completed"
-            assert server.get(f"/v1/responses/{first['id']}").json() == first
-        lines = [chat_line(str(n), "say a") for n in range(100)]
-        data, files = {"purpose": "batch"}, {"file": ("in.jsonl", jsonl(lines))}
-        file = proxy.post("/files", data=data, files=files).json()["id"]
-        body = {"input_file_id": file, "endpoint": lines[0]["url"], "completion_window": "24h"}
-        batch = f"/batches/{proxy.post('/batches', json=body).json()['id']}"
-        wait_until(lambda: proxy.get(batch).json()["status"] == "completed", 120)
-        content = proxy.get(f"/files/{proxy.get(batch).json()['output_file_id']}/content")
-        results = [json.loads(line)["custom_id"] for line in content.text.splitlines()]
-        assert sorted(results, key=int) == [str(n) for n in range(100)]
 
 
 def chunk(data: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, serving_all
+from tests.page_server import KEY, open_page, serving_all
 from tests.process.test_page_in_browser import send
 from tests.serving import Server
 
@@ -44,17 +44,9 @@ def server(browser: Any) -> Iterator[Server]:
         yield server
 
 
-def opened(visitor: Any, server: Server) -> Any:
-    """Return the page, opened with the key."""
-    visitor.add_init_script(f"try {{ sessionStorage.setItem('onequeue-key', '{KEY}') }} catch {{}}")
-    visitor.goto(server.url)
-    visitor.get_by_role("tab", name="Live").wait_for()
-    return visitor
-
-
 @pytest.fixture
 def page(visitor: Any, server: Server) -> Any:
-    return opened(visitor, server)
+    return open_page(visitor, server)
 
 
 def composer(page: Any) -> Any:
@@ -219,7 +211,7 @@ def test_a_tool_of_an_example_leaves_with_the_conversation(page: Any) -> None:
 
 def test_an_image_dropped_anywhere_is_attached(visitor: Any, server: Server) -> None:
     visitor.route("**/models", lambda route: route.fulfill(json={"data": [SEER]}))
-    page = opened(visitor, server)
+    page = open_page(visitor, server)
     for n, selector in enumerate(("body", "#chat .welcome", "#chat-text")):
         assert page.evaluate(DROP, [selector, f"{n}.svg", "image/svg+xml"]), "or it is opened"
         page.get_by_role("button", name=f"Remove {n}.svg").wait_for()

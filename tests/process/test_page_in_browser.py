@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, run_shell, serving_all
+from tests.page_server import KEY, open_page, run_shell, serving_all
 from tests.serving import Server, wait_until
 from worker.messages.generation import SamplingDefaults
 
@@ -25,11 +25,7 @@ def server(browser: Any) -> Iterator[Server]:
 
 @pytest.fixture
 def page(visitor: Any, server: Server) -> Any:
-    """Return the page, opened with the key."""
-    visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
-    visitor.goto(server.url)
-    visitor.get_by_role("tab", name="Live").wait_for()
-    return visitor
+    return open_page(visitor, server)
 
 
 def last_messages() -> Any:

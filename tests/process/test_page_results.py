@@ -12,7 +12,7 @@ import soundfile
 from PIL import Image
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, run_shell, serving_all
+from tests.page_server import open_page, run_shell, serving_all
 from tests.serving import Server
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
@@ -29,11 +29,15 @@ def server(browser: Any) -> Iterator[Server]:
 
 @pytest.fixture
 def page(visitor: Any, server: Server) -> Any:
-    """Return the page, opened with the key."""
-    visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
-    visitor.goto(server.url)
-    visitor.get_by_role("tab", name="Live").wait_for()
-    return visitor
+    return open_page(visitor, server)
+
+
+def mock_models(visitor: Any, models: list[dict[str, Any]], **ready: Any) -> None:
+    """Have the page see a server of other models, which are not served here."""
+    visitor.route("**/models", lambda route: route.fulfill(json={"data": models}))
+    if ready:
+        status = {"status": "ready", **ready}
+        visitor.route("**/ready", lambda route: route.fulfill(json=status))
 
 
 def test_a_pipeline_shows_scores_as_bars(page: Any) -> None:
@@ -69,7 +73,6 @@ def test_embeddings_become_a_table(page: Any) -> None:
 
 
 def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: Server) -> None:
-    """The responses are mocked: no reranker is served here."""
     sent: list[Any] = []
 
     def rank(route: Any) -> None:
@@ -77,10 +80,8 @@ def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: S
         scores = [{"index": 1, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.1}]
         route.fulfill(json={"results": scores})
 
-    ready = {"status": "ready", "rerank_model": "ranker"}
     model = {"id": "ranker", "root": "ranker", "serves": "rerank"}
-    visitor.route("**/ready", lambda route: route.fulfill(json=ready))
-    visitor.route("**/models", lambda route: route.fulfill(json={"data": [model]}))
+    mock_models(visitor, [model], rerank_model="ranker")
     visitor.route("**/v1/rerank", rank)
     visitor.goto(server.url)
     visitor.get_by_label("Query").fill("q")
@@ -94,18 +95,15 @@ def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: S
 
 
 def test_another_model_is_chosen_and_its_load_is_shown(visitor: Any, server: Server) -> None:
-    """The responses are mocked: one pipeline is served here."""
-    ready = {"status": "ready", "task": "fill-mask", "takes": "text", "mask_token": "[MASK]"}
     status = {"value": "loading", "stage": "weights", "progress": {"current": 1, "total": 4}}
     common = {"serves": "pipeline", "input_modalities": ["text"]}
     models = [
         {"id": "one", "root": "one", "tasks": ["fill-mask"], "status": {"value": "loaded"}},
         {"id": "a&b", "root": "a&b", "tasks": ["text-classification"], "status": status},
     ]
-    listing = {"data": [model | common for model in models]}
     waiting: list[Any] = []
-    visitor.route("**/ready", lambda route: route.fulfill(json=ready))
-    visitor.route("**/models", lambda route: route.fulfill(json=listing))
+    listing = [model | common for model in models]
+    mock_models(visitor, listing, task="fill-mask", takes="text", mask_token="[MASK]")
     visitor.route("**/?model=a%26b", lambda route: waiting.append(route))
     visitor.goto(server.url)
     visitor.get_by_text("one · a&b").wait_for()
@@ -184,7 +182,6 @@ def test_other_results_are_shown_by_their_shape(page: Any) -> None:
 
 
 def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
-    """The responses are mocked: no speech model is served here."""
     sent: list[bytes] = []
 
     def transcribe(route: Any) -> None:
@@ -192,9 +189,7 @@ def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
         segments = [{"start": 0, "text": " one"}, {"start": 61.5, "text": " two"}]
         route.fulfill(json={"text": "one two", "duration": 62, "segments": segments})
 
-    ready = {"status": "ready", "transcription_model": "whisper"}
-    visitor.route("**/ready", lambda route: route.fulfill(json=ready))
-    visitor.route("**/models", lambda route: route.fulfill(json={"data": []}))
+    mock_models(visitor, [], transcription_model="whisper")
     visitor.route("**/v1/audio/transcriptions", transcribe)
     visitor.goto(server.url)
     visitor.get_by_role("button", name="Record").click()
@@ -210,7 +205,6 @@ def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
 
 
 def test_an_image_is_sent_with_a_message(visitor: Any, server: Server) -> None:
-    """The responses are mocked: no multimodal model is served here."""
     sent: list[Any] = []
 
     def respond(route: Any) -> None:
@@ -226,7 +220,7 @@ def test_an_image_is_sent_with_a_message(visitor: Any, server: Server) -> None:
         "serves": "generation",
         "input_modalities": ["text", "image"],
     }
-    visitor.route("**/models", lambda route: route.fulfill(json={"data": [model]}))
+    mock_models(visitor, [model])
     visitor.route("**/v1/chat/completions", respond)
     visitor.goto(server.url)
     visitor.get_by_role("tab", name="Live").wait_for()

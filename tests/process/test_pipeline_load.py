@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -20,10 +19,9 @@ from tests import tiny
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import text
-from tests.process.test_shutdown import is_ready
+from tests.processes import is_ready, started
 from tests.serving import wait_until
 
-ROOT = Path(__file__).parents[2]
 CLIENTS = 16
 PNGS = [png(n, (20 + n, 30)) for n in range(16)]
 WAVS = [wav(noise(n, 0.2 + n / 20)) for n in range(16)]
@@ -32,30 +30,18 @@ Request = Callable[[int], dict[str, Any]]
 
 
 @contextmanager
-def serving(
-    model: str, task: str, port: int | None = None
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a server of a tiny model. `port`: None: any."""
-    if port is None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+def serving(model: str, task: str, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a server of a tiny model. `port`: 0: any."""
     only = {"PIPELINE_MODEL": str(tiny.folder(model)), "PIPELINE_TASK": task, "CHAT_MODEL": "none"}
-    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--log-level", "warning"]
-    child = subprocess.Popen(
-        [*command, "--port", str(port)],
-        cwd=ROOT,
-        env={**os.environ, **only, "EMBEDDING_MODEL": "none", "LOG_LEVEL": "error"},
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--no-access-log"]
+    environment = {**only, "EMBEDDING_MODEL": "none", "LOG_LEVEL": "error"}
+    with started([*command, "--port", str(port)], **environment) as (child, actual):
+        url = f"http://127.0.0.1:{actual}"
         wait_until(lambda: is_ready(url), 60)
         yield url, child
-    finally:
-        child.kill()
-        child.wait()
 
 
-def resident_mb(process: subprocess.Popen[bytes]) -> float:
+def resident_mb(process: subprocess.Popen[str]) -> float:
     fields = Path(f"/proc/{process.pid}/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, serving_all
+from tests.page_server import KEY, open_page, serving_all
+from tests.processes import ROOT
 from tests.serving import Server
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +25,7 @@ def server(browser: Any) -> Iterator[Server]:
 
 @pytest.fixture
 def page(visitor: Any, server: Server) -> Any:
-    """Return the reference, opened with the key."""
-    visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
-    visitor.goto(server.url + "/docs")
-    visitor.get_by_role("heading", name="Chat and completions").wait_for()
-    return visitor
+    return open_page(visitor, server, "/docs", "heading", "Chat and completions")
 
 
 def test_the_key_is_asked_for(visitor: Any, server: Server) -> None:
@@ -79,9 +74,7 @@ def test_every_operation_opens_and_fits_a_phone(page: Any, server: Server) -> No
 
 
 def test_the_page_links_to_an_operation_by_its_address(visitor: Any, server: Server) -> None:
-    visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
-    visitor.goto(server.url)
-    visitor.get_by_role("link", name="API").click()
+    open_page(visitor, server).get_by_role("link", name="API").click()
     visitor.get_by_role("heading", name="Chat and completions").wait_for()
     visitor.goto(server.url + "/docs#post_tokenize")
     visitor.locator("#post_tokenize").get_by_text("Errors").wait_for()

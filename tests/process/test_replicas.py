@@ -16,7 +16,7 @@ from tests.event_streams import CLIENT
 from tests.http.test_api_keys import write
 from tests.http.test_batches import chat_line, jsonl
 from tests.postgres import Postgres, running_postgres
-from tests.process.test_start import program, started
+from tests.processes import program, started
 from tests.serving import wait_until
 
 PROGRAM = """

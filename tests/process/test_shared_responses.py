@@ -12,7 +12,7 @@ import pytest
 
 from tests.event_streams import CLIENT
 from tests.postgres import Databases
-from tests.process.test_start import program, started
+from tests.processes import program, started
 from tests.serving import wait_until
 
 # On SIGUSR1 the clock steps by a day.
@@ -109,23 +109,6 @@ def test_a_background_response_is_found_and_cancelled_from_each_process(
     assert owner.call("GET", done).json() == other.call("GET", done).json()
     then = owner.call("POST", input="say c", previous_response_id=done[1:])
     assert then.json()["output"][0]["content"][0]["text"]
-
-
-def test_the_responses_of_a_killed_process_have_failed(processes: list[Process]) -> None:
-    owner, other = processes
-    ids = [owner.start("long"), owner.start("hang")]
-    own = other.start("long")
-    assert {other.status(id) for id in ids} <= {"queued", "in_progress"}
-    owner.child.send_signal(signal.SIGKILL)
-    owner.child.wait(60)
-    for id in ids:
-        wait_until(lambda id=id: other.status(id) == "failed")  # type: ignore[misc]
-        response = other.call("GET", id).json()
-        assert response["error"]["code"] == "server_error"
-        assert "has ended" in response["error"]["message"]
-        assert other.call("GET", id + "/input_items").json()["data"] == []
-        assert other.call("POST", id + "/cancel").json()["status"] == "failed"
-    assert other.status(own) == "in_progress"
 
 
 def test_a_stream_is_resumed_from_another_process_when_its_own_is_killed(

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,24 +13,20 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import processes
+from tests.processes import SERVER, is_ready, is_running, started
 from tests.serving import wait_until
 
-ROOT = Path(__file__).parents[2]
-
 PROGRAM = """
-    import socket, uvicorn
+    import uvicorn
     from server.app import create_app
     from server.core.settings import Settings
     from tests.fakes import FakeRunner
 
     runner = FakeRunner(lambda texts: "hold" in texts and open({held!r}).close())
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    print(listener.getsockname()[1], flush=True)
     only = dict(chat_model="none", embedding_model="none")
     settings = Settings(shutdown_grace_s={grace_s}, drain_delay_s={delay_s}, **only)
-    app = create_app(settings, lambda: runner)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    uvicorn.run(create_app(settings, lambda: runner), port=0, access_log=False)
 """
 
 
@@ -41,29 +36,11 @@ def process(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process; the text `hold` keeps its worker busy until the pipe `held` is opened."""
     os.mkfifo(held)
-    code = textwrap.dedent(program).format(grace_s=grace_s, delay_s=delay_s, held=str(held))
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,  # no terminal
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert child.stdout is not None
-        url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+    command = processes.program(program, grace_s=grace_s, delay_s=delay_s, held=str(held))
+    with started(command) as (child, port):
+        url = f"http://127.0.0.1:{port}"
         wait_until(lambda: is_ready(url), 60)
         yield child, url
-    finally:
-        child.kill()
-        child.wait()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def post(url: str, text: str) -> httpx.Response:
@@ -169,7 +146,7 @@ def test_no_request_fails_behind_a_load_balancer_that_asks_for_readiness(tmp_pat
 
 
 LOADING = """
-    import socket, uvicorn
+    import uvicorn
     from server.app import create_app
     from server.core.settings import Settings
     from tests.fake_generator import FakeGenerator
@@ -182,15 +159,11 @@ LOADING = """
             open({held!r}).close()
         return FakeGenerator()
 
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    print(listener.getsockname()[1], flush=True)
     settings = Settings(
         shutdown_grace_s={grace_s}, pipeline_model="none", embedding_model="none",
         chat_model="a=demo,b=demo",
     )
-    app = create_app(settings, load_chat=load)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    uvicorn.run(create_app(settings, load_chat=load), port=0, access_log=False)
 """
 
 
@@ -238,13 +211,6 @@ wait
 """
 
 
-def is_running(pid: str) -> bool:
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists processes")
 def test_compilers_end_with_the_server_and_leave_nothing(tmp_path: Path) -> None:
     compiler, pids = tmp_path / "compiler", tmp_path / "compiler.pids"
@@ -252,18 +218,10 @@ def test_compilers_end_with_the_server_and_leave_nothing(tmp_path: Path) -> None
     compiler.chmod(0o755)
     others = dict.fromkeys(("PIPELINE_MODEL", "EMBEDDING_MODEL"), "none")
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "server", "serve", "--port", "0", "--compile", "on"],
-        cwd=ROOT,
-        env={**os.environ, **others, **caches, "CXX": str(compiler)},
-        stdin=subprocess.DEVNULL,
-    )
-    try:
+    command = [*SERVER, "--port", "0", "--compile", "on"]
+    with processes.process(command, **others, **caches, CXX=str(compiler)) as child:
         wait_until(lambda: pids.exists() and len(pids.read_text().split()) % 2 == 0, 120)
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) in (0, -signal.SIGTERM)
-        assert not any(map(is_running, pids.read_text().split()))
+        assert not any(is_running(int(pid)) for pid in pids.read_text().split())
         assert list((tmp_path / "cache").glob("onequeue-*")) == []
-    finally:
-        child.kill()
-        child.wait()

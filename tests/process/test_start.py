@@ -10,11 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 from unittest.mock import patch
 
 import httpx
@@ -25,11 +21,14 @@ from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.preflight import MISUSE, STARTUP_FAILURE
 from tests.checkpoints import write_checkpoint
+from tests.processes import ROOT, SERVER, run
+from tests.processes import pipe as pipe  # for tests/http too, like the next ones
+from tests.processes import process as process
+from tests.processes import program as program
+from tests.processes import started as started
 from tests.serving import read_response, wait_until
 
-ROOT = Path(__file__).parents[2]
 UVICORN = [sys.executable, "-m", "uvicorn", "server.app:app"]
-SERVER = [sys.executable, "-m", "server", "serve"]
 LONG = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
 WAITS = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
 
@@ -65,17 +64,6 @@ LATER = """
 """
 
 
-def run(command: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def assert_refused(
     done: subprocess.CompletedProcess[str], *parts: str, status: int = MISUSE
 ) -> None:
@@ -83,40 +71,6 @@ def assert_refused(
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("onequeue: ")]
     assert all(part in sentence for part in parts)
     assert "Traceback" not in done.stderr
-
-
-@contextmanager
-def process(command: Sequence[str], **env: str) -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | env,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
-
-
-@contextmanager
-def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Yield a process that listens, and its port; its model may still be loading."""
-    with process(command, **env) as child:
-        running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
-        yield child, int(running.split(" (")[0].rpartition(":")[2])
-
-
-def pipe(end: IO[str] | None) -> IO[str]:
-    assert end is not None
-    return end
-
-
-def program(code: str, **values: object) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code).format(**values)]
 
 
 @pytest.fixture
@@ -163,13 +117,6 @@ def test_invalid_settings_are_refused_before_a_model_is_loaded(
     with pytest.raises(SettingsError) as refused:
         create_app(Settings(**settings))  # type: ignore[arg-type]  # these are strings
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "model", ["demo", "Qwen/Qwen3-0.6B", "gpt2", str(ROOT / "worker/demo/chat")]
-)
-def test_a_model_may_be_a_folder_or_a_hub_id(model: str) -> None:
-    create_app(Settings(chat_model=model))
 
 
 def test_every_start_command_refuses_in_one_sentence(script: list[str]) -> None:

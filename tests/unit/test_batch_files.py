@@ -26,7 +26,6 @@ from server.apis.openai.batches.store import (
 )
 from server.apis.openai.store import ListPage
 from server.http.errors import HttpError
-from server.http.lines import LineSplitter
 from tests.postgres import Databases, kill
 
 CHAT = "/v1/chat/completions"
@@ -53,15 +52,6 @@ def test_lines_are_found_again_by_their_offsets(chunk: int) -> None:
     assert [entry.number for entry in lines] == [1, 4, 5]
     found = [json.loads(content[at : at + size])["custom_id"] for _, at, size, _ in lines]
     assert found == ["a", "b", "c"]
-    splitter = LineSplitter(3)
-    body = b"abcd\n\nxy\nlonger\nz"
-    found = [
-        (entry.content, entry.offset)
-        for start in range(0, len(body), chunk)
-        for entry in splitter.feed(body[start : start + chunk])
-    ]
-    found += [(entry.content, entry.offset) for entry in splitter.finish()]
-    assert found == [(None, 0), (b"xy", 6), (None, 9), (b"z", 16)]
 
 
 def test_lines_with_a_common_prefix_follow_each_other() -> None:

@@ -1,4 +1,3 @@
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,21 +70,14 @@ def test_time_spent_in_preparation_counts() -> None:
     assert b.due_at(NEVER) == 10.5
 
 
-def test_full_batch_leaves_at_once() -> None:
-    b = batcher(size=2, wait_s=1.0)
-    items = [item(), item(), item()]
-    for arrived in items:
-        arrive(b, arrived, 10.0)
-    assert b.take(10.0, NEVER) == items[:2]
-    assert b.take(10.0, NEVER) == []  # the third waits for the next batch
-
-
-def test_batch_full_of_tokens_leaves_at_once() -> None:
-    b = batcher(tokens=100, wait_s=1.0)
+@pytest.mark.parametrize("limit", [{"size": 2}, {"tokens": 100}])
+def test_full_batch_leaves_at_once(limit: dict[str, int]) -> None:
+    b = batcher(**limit, wait_s=1.0)  # type: ignore[arg-type]
     items = [item(60), item(40), item(1)]
     for arrived in items:
         arrive(b, arrived, 10.0)
     assert b.take(10.0, NEVER) == items[:2]
+    assert b.take(10.0, NEVER) == []  # the third waits for the next batch
 
 
 def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
@@ -159,6 +151,8 @@ def test_packed_batch_keeps_the_order_of_arrival() -> None:
 
 def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -> None:
     b = batcher(size=8)
+    b.out_of_memory(largest_rows=0)  # an item that is too large alone
+    assert b.cap == 8
     b.out_of_memory(largest_rows=2)
     assert b.cap == 2
     b.succeeded(1)  # too small a batch to count
@@ -172,12 +166,6 @@ def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -
     assert b.cap == 8
     for _ in range(GROW_AFTER):
         b.succeeded(8)
-    assert b.cap == 8
-
-
-def test_an_item_too_large_for_memory_does_not_lower_the_cap() -> None:
-    b = batcher(size=8)
-    b.out_of_memory(largest_rows=0)
     assert b.cap == 8
 
 
@@ -211,24 +199,3 @@ def test_every_open_item_is_in_exactly_one_batch_within_the_caps(
         left += batch
     assert len(left) == len(set(left)) == sum(i.open for i in items)
     assert not b.waiting
-
-
-@pytest.mark.parametrize("packs", [True, False])
-def test_no_item_starves(packs: bool) -> None:
-    """An item is served after at most as many batches as items before it, whatever arrives."""
-    b = batcher(size=2, packs=packs, wait_s=0.0)
-    odd = item(tokens=500, key="odd")
-    for number in range(6):
-        arrive(b, item(tokens=5), float(number))
-    arrive(b, odd, 6.0)
-    served = []
-    for number in range(7, 20):
-        arrive(b, item(tokens=5), float(number))
-        arrive(b, item(tokens=5), float(number))
-        served.append(b.take(float(number), NEVER))
-        if odd in served[-1]:
-            break
-    assert odd in served[-1]
-    assert len(served) <= 4
-    firsts = [batch[0].arrived_at for batch in served]
-    assert all(a <= b for a, b in pairwise(firsts))

@@ -193,16 +193,6 @@ def test_blocks_that_others_use_stay_registered() -> None:
     assert_sound(pool, [other])
 
 
-def test_choices_unregistered_one_by_one_leave_nothing() -> None:
-    pool = pool_of(8)
-    tables = [computed(pool, [*A, *B, choice]) for choice in range(3)]
-    for table in tables:
-        pool.unregister(table)
-        pool.close(table)
-    assert found(pool, A + B) == []
-    assert_sound(pool, [])
-
-
 def test_closing_a_table_drops_its_runner_state_while_a_step_holds_the_table() -> None:
     pool = pool_of(2)
     held = opened(pool, A)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from server.preflight import CACHE_FOLDER, has_cache_folder
-from tests.process.test_start import SERVER, pipe, process
+from tests.processes import SERVER, pipe, process
 from tests.serving import wait_until
 
 

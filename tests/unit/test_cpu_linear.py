@@ -180,9 +180,9 @@ def test_a_copy_is_kept_only_with_enough_memory_and_is_logged(
     assert "weights_gb=0.000" in caplog.records[0].message
 
 
-def test_a_row_of_zeros_is_quantized_to_zeros() -> None:
-    weight = torch.zeros(16, 32)
-    assert not Int8Linear(weight, None)(torch.randn(3, 32)).any()
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_a_row_of_zeros_is_quantized_to_zeros(kind: type[Int8Linear] | type[Int4Linear]) -> None:
+    assert not kind(torch.zeros(16, 32), None)(torch.randn(3, 32)).any()
 
 
 # ── int4 weights ──
@@ -242,7 +242,3 @@ def test_the_output_head_is_int8_unless_it_has_int4_codes(
     if not is_rounded:
         x = torch.randn(2, 48)
         assert torch.equal(model[-1](x), copy[-1](x))
-
-
-def test_zeros_are_int4_zeros() -> None:
-    assert not Int4Linear(torch.zeros(16, 32), None)(torch.randn(3, 32)).any()

@@ -75,25 +75,21 @@ def test_an_error_while_waiting_leaves_the_queue(monkeypatch: pytest.MonkeyPatch
     assert limiter.taken == 0
 
 
-def test_images_are_accepted_up_to_max_image_mp() -> None:
-    named = str(tiny.folder("vit"))
-    with serving(pipeline_model=named, max_image_mp=1, device="cpu") as server:
-        for width, status in ((1000, 200), (1001, 400)):
-            buffer = io.BytesIO()
-            Image.new("RGB", (width, 1000)).save(buffer, format="PNG")
-            response = httpx.post(server.url, content=buffer.getvalue(), timeout=60)
-            assert response.status_code == status
-    assert "1001 x 1000 pixels; at most 1000000" in response.text
-
-
-def test_the_images_of_a_list_have_a_common_limit() -> None:
+def png(width: int, height: int) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (1000, 1000)).save(buffer, format="PNG")
-    image = base64.b64encode(buffer.getvalue()).decode()
-    with serving(
-        pipeline_model=str(tiny.folder("vit")), max_image_mp=1, device="cpu", max_body_mb=1
-    ) as server:
-        limit = SIZES_PER_REQUEST
+    Image.new("RGB", (width, height)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def test_an_image_and_the_images_of_a_list_are_accepted_up_to_max_image_mp() -> None:
+    model = str(tiny.folder("vit"))
+    image = base64.b64encode(png(1000, 1000)).decode()
+    limit = SIZES_PER_REQUEST
+    with serving(pipeline_model=model, device="cpu", max_image_mp=1, max_body_mb=1) as server:
+        for width, status in ((1000, 200), (1001, 400)):
+            response = httpx.post(server.url, content=png(width, 1000), timeout=60)
+            assert response.status_code == status
+        assert "1001 x 1000 pixels; at most 1000000" in response.text
         for count, status in ((limit, 200), (limit + 1, 400), (limit, 200)):
             response = httpx.post(server.url, json={"inputs": [image] * count}, timeout=60)
             assert response.status_code == status, response.text
@@ -113,8 +109,7 @@ def test_text_does_not_wait_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
         stopped.append(file)
         raise ClientGone("left")
 
-    buffer = io.BytesIO()
-    Image.new("RGB", (10, 10)).save(buffer, format="PNG")
+    image = png(10, 10)
     with (
         serving(
             pipeline_model=str(tiny.folder("vit")), embedding_model="demo", device="cpu"
@@ -125,7 +120,7 @@ def test_text_does_not_wait_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def send_image(_: int) -> None:
             with suppress(httpx.ReadTimeout):
-                httpx.post(server.url, content=buffer.getvalue(), timeout=httpx.Timeout(60, read=1))
+                httpx.post(server.url, content=image, timeout=httpx.Timeout(60, read=1))
 
         images = pool.map(send_image, range(10))
         wait_until(lambda: len(reads) > 1)

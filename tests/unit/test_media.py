@@ -168,12 +168,6 @@ def test_audio_is_mixed_down_and_resampled(rate: int) -> None:
     assert np.abs(samples - expected)[500:-500].max() < 1e-2
 
 
-def test_resampling_in_blocks_leaves_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = to_audio(tone(1.0, 44100), RATE)
-    monkeypatch.setattr(audio, "BLOCK", 1000)
-    np.testing.assert_allclose(to_audio(tone(1.0, 44100), RATE), whole, atol=1e-5)
-
-
 def test_broken_and_empty_audio_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(0)
     for kind in ("WAV", "FLAC", "OGG", "MP3"):
@@ -239,14 +233,6 @@ def test_a_length_above_the_models_limit_is_refused_before_decoding(
     check = partial(check_audio, parameters={}, window_s=0.0)
     with pytest.raises(InvalidInput, match="has 301 seconds; this model takes 300"):
         to_audio(tone(301, 1000), RATE, check_seconds=check)
-
-
-def test_audio_shorter_than_its_header_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(audio, "BLOCK", 2000)
-    whole = tone(2.0, kind="MP3")
-    assert 0.5 * RATE < len(to_audio(whole[: len(whole) // 2], RATE)) < 1.5 * RATE
 
 
 def test_the_images_of_one_input_share_the_pixel_limit() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.call_formats import WRITTEN, loop, written
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.engines.generation.response_reader import ResponseReader
-from worker.grammar.tool_calls import accepts, tool_calls_grammar
+from worker.grammar.tool_calls import accepts
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS, find_brackets
 from worker.text.chat_template.template import ChatTemplate
@@ -189,19 +189,6 @@ def test_what_a_template_lacks_is_one_line_of_the_log(caplog: pytest.LogCaptureF
     assert [record.message for record in records] == expected
     assert template.notes[-1] == "calls: of a test; JSON in <tool_call> is used"
     assert all(note.count("; ") == 1 for note in template.notes)
-
-
-def test_grammar_has_the_names_of_tools_and_parameters() -> None:
-    tools = [
-        {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
-        {"type": "function", "function": {"name": "b"}},
-    ]
-    one = tool_calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, False, json.dumps)
-    more = tool_calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, True, json.dumps)
-    assert "call_0 | call_1" in one
-    assert '"additionalProperties": false' in one.splitlines()[3]
-    assert ")*" not in one
-    assert ")*" in more
 
 
 # Habits of templates: how they write calls, and an output of their model.

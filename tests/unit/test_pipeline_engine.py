@@ -84,14 +84,6 @@ def test_a_cancelled_cut_item_is_dropped() -> None:
     assert not engine.busy
 
 
-def test_clear_returns_cut_items() -> None:
-    engine, _ = slow_engine()
-    item = arrived(engine, "long long")
-    step(engine)
-    assert engine.clear() == [item]
-    assert engine.due_at(1.0) is None
-
-
 def cutting_engine() -> tuple[PipelineEngine, Cutting]:
     runner = Cutting()
     return PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: 1.0), runner
@@ -128,12 +120,13 @@ def test_a_request_that_arrives_during_a_list_is_in_the_next_batch() -> None:
     assert runner.batches == [["a", "b", "c"], ["b", "x", "c"], ["x", "c"], ["c"]]
 
 
-def test_clear_returns_the_items_of_a_cut_batch_once() -> None:
-    engine, _ = cutting_engine()
-    _, *others = [arrived(engine, text) for text in "abc"]
-    step(engine)
-    assert engine.clear() == others
-    assert not engine.busy
+def test_clear_returns_cut_items_and_those_of_a_cut_batch_once() -> None:
+    for (engine, _), texts, count in ((slow_engine(), ["a a"], 1), (cutting_engine(), [*"abc"], 2)):
+        items = [arrived(engine, text) for text in texts]
+        step(engine)
+        assert engine.clear() == items[-count:]
+        assert not engine.busy
+        assert engine.due_at(1.0) is None
 
 
 def test_a_cut_batch_does_not_count_as_one_that_fits_into_memory() -> None:

@@ -91,15 +91,6 @@ async def test_a_list_takes_all_slots_and_leaves_others_their_part() -> None:
     assert len(q.admit_each(8, 200)) == 8
 
 
-async def test_one_slot_is_never_shared() -> None:
-    q = queue(1)
-    (single,) = q.admit_each(1, 200, client="a")
-    with pytest.raises(QueueFull):
-        q.admit_each(1, 200, client="b")
-    q.release([single])
-    assert q.admit_each(1, 200, client="b")
-
-
 @pytest.mark.parametrize("other", [{"client": "b"}, {"client": "a", "flow": "y"}])
 async def test_who_has_all_slots_leaves_half_to_another(other: dict[str, str]) -> None:
     q = queue(8)
@@ -185,12 +176,6 @@ async def test_released_items_are_cancelled() -> None:
     q.release([item])
     assert not item.open
     assert isinstance(item.future.exception(), ClientGone)
-
-
-async def test_take_returns_all_items_in_order() -> None:
-    q = queue(10)
-    items = q.admit(range(5), 200)
-    assert await q.take() == items
 
 
 async def test_drained_is_set_when_the_last_slot_is_free() -> None:

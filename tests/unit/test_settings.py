@@ -19,11 +19,8 @@ from server.core.settings import (
 ROOT = Path(__file__).parents[2]
 
 
-def test_defaults_need_no_variables() -> None:
-    assert load_settings({}) == Settings()
-
-
 def test_values_are_parsed_by_their_type() -> None:
+    assert load_settings({}) == Settings()
     settings = load_settings(
         {
             "MAX_BATCH_SIZE": "8",

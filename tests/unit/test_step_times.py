@@ -66,6 +66,8 @@ def test_more_tokens_than_run_efficiently_do_not_delay_a_request_that_arrives(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_before_any_measurement_the_minimum_is_taken(device: str, streaming: bool) -> None:
     assert PrefillBudget(device).prompt_tokens(streaming) == MIN_PREFILL_TOKENS_ALONE[device]
+    whole = PrefillBudget(device, whole_prompts=True)
+    assert whole.prompt_tokens(streaming=True) == MIN_PREFILL_TOKENS_ALONE[device]
 
 
 @pytest.mark.parametrize(
@@ -81,11 +83,6 @@ def test_whole_prompts_take_longer_steps_without_streams(token_s: float, tokens:
     prefill = PrefillBudget("cpu", whole_prompts=True)
     prefill.times.learn(100, 0, 100 * token_s)
     assert prefill.prompt_tokens(streaming=False) == pytest.approx(tokens, abs=1)
-
-
-def test_whole_prompts_beside_streams_take_the_minimum_before_any_measurement() -> None:
-    tokens = PrefillBudget("cpu", whole_prompts=True).prompt_tokens(streaming=True)
-    assert tokens == MIN_PREFILL_TOKENS_ALONE["cpu"]
 
 
 def test_chunks_that_take_longer_with_each_one_stay_within_the_time() -> None:

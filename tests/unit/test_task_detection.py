@@ -106,6 +106,13 @@ def test_an_unknown_architecture_is_accepted_until_loading(tmp_path: Path) -> No
     assert detect_task("fill-mask", "/no/such/folder") == "fill-mask"
 
 
+@pytest.fixture
+def _hub_is_online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("httpx.head", lambda endpoint, timeout: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.mark.usefixtures("_hub_is_online")
 def test_the_config_of_a_hub_id_is_downloaded_if_the_task_is_not_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +124,6 @@ def test_the_config_of_a_hub_id_is_downloaded_if_the_task_is_not_set(
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    monkeypatch.setattr("httpx.head", lambda endpoint, timeout: None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert detect_task("auto", "some/model") == "fill-mask"
     assert downloads == [("some/model", "config.json", None)]
     assert detect_task("auto", "some/model@v2") == "fill-mask"
@@ -135,12 +140,11 @@ def test_an_unreadable_config_is_an_error(tmp_path: Path) -> None:
             detect_task("auto", str(tmp_path))
 
 
+@pytest.mark.usefixtures("_hub_is_online")
 def test_a_hub_that_does_not_respond_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: gate.wait(60))
     monkeypatch.setattr(task_detection, "FETCH_S", 0.01)
-    monkeypatch.setattr("httpx.head", lambda endpoint, timeout: None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(TaskError, match=r"did not answer within 0\.01 s"):
         detect_task("auto", "owner/name")
     gate.set()

@@ -107,11 +107,15 @@ class Bench:
         self.worker.submit([item])
         return item
 
+    def hold(self, *texts: str) -> None:
+        """Submit texts, and hold their forward pass until the runner's gate is set."""
+        self.runner.gate.clear()
+        self.submit(*texts)
+        assert self.runner.entered.acquire(timeout=60)
+
     def run_as_one_batch(self, *texts: str) -> None:
         """Make texts wait behind a first forward pass, so that they share the next batch."""
-        self.runner.gate.clear()
-        self.submit("first")
-        assert self.runner.entered.acquire(timeout=60)
+        self.hold("first")
         self.submit(*texts)
         self.runner.gate.set()
         self.wait_for(len(texts) + 1)
@@ -141,7 +145,6 @@ def start() -> Iterator[Callable[..., Bench]]:
 
 def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., Bench]) -> None:
     bench = start()
-    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
     assert bench.recorder.states == ["ready"]
     assert len(bench.recorder.loaded) == 2
     assert bench.runner.warm_ups == 1
@@ -250,7 +253,6 @@ def test_steps_with_failures_only_probe_the_model(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(cooldown_s=60.0)
-    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
     bench.generator.healthy = False
     for n in range(3):
         bench.generate("bad")
@@ -268,7 +270,6 @@ def test_a_running_model_does_not_keep_another_models_breaker_closed(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(cooldown_s=60.0)
-    wait_until(lambda: bench.worker.state == "ready")
     bench.runner.healthy = False
     stream = bench.generate("long")
     wait_until(lambda: len(bench.recorder.steps) > 3)
@@ -312,9 +313,7 @@ def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[...
             cancelled[0].open = False
 
     bench = start(FakeRunner(cancel))
-    bench.runner.gate.clear()
-    bench.submit("first")
-    assert bench.runner.entered.acquire(timeout=60)
+    bench.hold("first")
     items = bench.submit("bad", "b", "c", "d")
     cancelled.append(items[3])
     bench.runner.gate.set()
@@ -328,9 +327,7 @@ def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(max_wait_s=60.0)
-    bench.runner.gate.clear()
-    bench.submit(*(f"full {n}" for n in range(8)))  # a full batch leaves at once
-    assert bench.runner.entered.acquire(timeout=60)
+    bench.hold(*(f"full {n}" for n in range(8)))  # a full batch leaves at once
     bench.submit("waited")
     bench.runner.gate.set()
     bench.wait_for(9)
@@ -379,7 +376,6 @@ def test_memory_is_returned_after_a_refused_input_too(
     start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = start()
-    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
     trimmed = threading.Event()
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
     monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.set())
@@ -405,9 +401,7 @@ class Interruptible(FakeRunner):
 
 def test_other_models_run_in_the_middle_of_a_step(start: Callable[..., Bench]) -> None:
     bench = start(Interruptible())
-    bench.runner.gate.clear()
-    bench.submit("a")
-    assert bench.runner.entered.acquire(timeout=60)
+    bench.hold("a")
     bench.generate("say a b")
     bench.submit("b")  # has its step after the first one
     bench.runner.gate.set()
@@ -460,7 +454,6 @@ def test_an_engine_without_a_due_step_wakes_the_worker(
 ) -> None:
     monkeypatch.setattr("worker.worker.IDLE_S", 1e6)  # the worker has nothing else to wake for
     bench = start()
-    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
     due = threading.Event()
     monkeypatch.setattr(bench.generator, "due_at", lambda since: since if due.is_set() else None)
     bench.generate("say a b c")
@@ -489,11 +482,8 @@ def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(Interruptible())
-    wait_until(lambda: bench.worker.state == "ready")
     bench.generator.healthy = False
-    bench.runner.gate.clear()
-    bench.submit("a")
-    assert bench.runner.entered.acquire(timeout=60)
+    bench.hold("a")
     bench.generate("bad")
     bench.runner.gate.set()
     bench.wait_for(1)
@@ -506,11 +496,8 @@ def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(Interruptible())
-    wait_until(lambda: bench.worker.state == "ready")
     bench.generator.step_error = RuntimeError("CUDA error: an illegal memory access")
-    bench.runner.gate.clear()
-    bench.submit("a")
-    assert bench.runner.entered.acquire(timeout=60)
+    bench.hold("a")
     bench.generate("x")
     bench.runner.gate.set()
     wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
@@ -521,9 +508,7 @@ def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(Interruptible())
-    bench.runner.gate.clear()
-    bench.submit("a")
-    assert bench.runner.entered.acquire(timeout=60)
+    bench.hold("a")
     bench.worker.stop()
     bench.runner.gate.set()
     bench.worker.thread.join(60)
@@ -567,7 +552,6 @@ def test_turns_are_measured_without_the_steps_of_other_models(
     start: Callable[..., Bench],
 ) -> None:
     bench, recorder = start(Interruptible()), TurnRecorder()
-    wait_until(lambda: bench.worker.state == "ready")
     bench.worker._thread_tuner = recorder  # type: ignore[assignment]
     bench.submit("a")
     bench.wait_for(1)
