@@ -72,7 +72,6 @@ T = TypeVar("T")
 GB = 1e9
 MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
 TEXT = "The capital of France is [MASK]."
-SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 tokens
 TEXT_CHARS = 4500  # of the text whose perplexity is measured: some 1,000 tokens
 QUERY = "which morning keeps the quiet garden beside the river"
 CLIPS_S = (3, 60, 6, 42, 10, 28, 15, 20)
@@ -145,10 +144,6 @@ def chats(arguments: Arguments, seed: int) -> Iterator[Load]:
             asked = questions(flags["--requests"] + clients, f"{seed} {temperature} {clients}")
             flags["--texts"] = saved(arguments, f"questions-{clients}.txt", "\n".join(asked))
         yield Load({"words": words, "temperature": temperature, "clients": clients}, flags)
-    if arguments.shared_prompt and not seed:  # once, since the prompt is cached then
-        flags = chat_flags(arguments, 16, 0) | {"--requests": 16, "--system": SYSTEM}
-        flags["--warmup"] = 0
-        yield Load({"words": "shared", "temperature": 0, "clients": 16}, flags)
 
 
 def simulated_chats(arguments: Arguments, seed: int) -> Iterator[Load]:
@@ -632,8 +627,6 @@ def main() -> None:
     add("--prompt-words", type=list_of(int), default=[64], metavar="N,…", help="64")
     add("--questions", action="store_true", help="ask questions; responses may end early")
     add("--tokens", type=int, default=32, help="of each response, at most")
-    shared = "generation: also measure a prompt that sixteen chats share"
-    add("--shared-prompt", action="store_true", help=shared)
     arguments = parser.parse_args()
     bench = BENCHES[arguments.bench]
     arguments.servers = arguments.servers or bench.servers

@@ -124,7 +124,7 @@ def test_every_benchmark_yields_loads_with_the_flags_of_the_load_test(tmp_path: 
     for name, entry in bench.BENCHES.items():
         arguments = argparse.Namespace(
             bench=name, folder=str(tmp_path), model=model, clients=[1, 2], requests=1, tokens=4,
-            temperature=[0], prompt_words=[8], questions=False, shared_prompt=True,
+            temperature=[0], prompt_words=[8], questions=False,
         )  # fmt: skip
         loads = list(entry.loads(arguments, 0))
         assert loads
