@@ -44,9 +44,11 @@ export function markRunning(section, running) {
   find(`#tab-${section.id}`).toggleAttribute("data-running", running);
 }
 
-// Runs `work` when the form of a section is submitted; shows the elements that it returns, or its error.
+// Runs `work` when the form of a section is submitted; shows the elements that it returns, or its error, below.
 export function showOnSubmit(section, work) {
-  const [output, submit] = [find(".output", section), find("[data-action=send]", section)];
+  const submit = find("[data-action=send]", section);
+  const output = element("div", { class: "output", "aria-live": "polite" });
+  section.append(output);
   find("form", section).onsubmit = async event => {
     event.preventDefault();
     submit.disabled = true;
