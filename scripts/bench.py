@@ -53,9 +53,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import environment  # first: may start the script again with .venv
 from bench_floor import measure_floor
-from bench_models import SHAPES, make_model
+from bench_models import IMAGE_SIDE, SHAPES, make_model
 from bench_servers import (
     Server,
+    cpu_seconds,
     finish_load_test,
     is_ours,
     launch,
@@ -71,7 +72,6 @@ T = TypeVar("T")
 GB = 1e9
 MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
 TEXT = "The capital of France is [MASK]."
-SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 tokens
 TEXT_CHARS = 4500  # of the text whose perplexity is measured: some 1,000 tokens
 QUERY = "which morning keeps the quiet garden beside the river"
 CLIPS_S = (3, 60, 6, 42, 10, 28, 15, 20)
@@ -144,10 +144,6 @@ def chats(arguments: Arguments, seed: int) -> Iterator[Load]:
             asked = questions(flags["--requests"] + clients, f"{seed} {temperature} {clients}")
             flags["--texts"] = saved(arguments, f"questions-{clients}.txt", "\n".join(asked))
         yield Load({"words": words, "temperature": temperature, "clients": clients}, flags)
-    if arguments.shared_prompt and not seed:  # once, since the prompt is cached then
-        flags = chat_flags(arguments, 16, 0) | {"--requests": 16, "--system": SYSTEM}
-        flags["--warmup"] = 0
-        yield Load({"words": "shared", "temperature": 0, "clients": 16}, flags)
 
 
 def simulated_chats(arguments: Arguments, seed: int) -> Iterator[Load]:
@@ -169,7 +165,7 @@ def questions(count: int, seed: str) -> list[str]:
 
 def images(arguments: Arguments, seed: int) -> Iterator[Load]:
     for same, clients in product((False, True), arguments.clients):
-        flags = chat_flags(arguments, clients, 0) | {"--words": 12, "--picture": arguments.side}
+        flags = chat_flags(arguments, clients, 0) | {"--words": 12, "--picture": IMAGE_SIDE}
         flags |= {"--requests": max(clients, 3) * arguments.requests}
         flags |= {"--same-picture": True} if same else {}
         yield Load({"image": "same" if same else "new", "clients": clients}, flags)
@@ -355,12 +351,14 @@ def host_times(server: Server, load: Load, arguments: Arguments) -> Figures:
     """Return tokens/s, the time to the first one, and the CPU time of a token: of the server, of
     its event loop, of its worker, which takes most of the rest, and of the load generator."""
     assert server.process
-    before, load_s = thread_seconds(server.process.pid), os.times().children_user
+    pid, tasks = server.process.pid, Path(f"/proc/{server.process.pid}/task")
+    before = {thread: seconds for thread, _, seconds in cpu_seconds(tasks.glob("*/stat"))}
+    load_s = os.times().children_user
     result = run(server, load, arguments)
     load_s = os.times().children_user - load_s
-    after = thread_seconds(server.process.pid)
-    used = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
-    loop = used.pop(server.process.pid)
+    after = cpu_seconds(tasks.glob("*/stat"))
+    used = {thread: seconds - before.get(thread, 0.0) for thread, _, seconds in after}
+    loop = used.pop(pid)  # the main thread
     times = {"cpu": loop + sum(used.values()), "loop": loop, "worker": max(used.values())}
     us = {
         f"{name}_us": 1e6 * seconds / result["output_tokens"]
@@ -368,14 +366,6 @@ def host_times(server: Server, load: Load, arguments: Arguments) -> Figures:
     }
     first = {f"ttft_{part}_ms": result["ttft_ms"][part] for part in ("p50", "p95")}
     return {"tokens_per_s": result["output_tokens_per_s"]} | us | first
-
-
-def thread_seconds(pid: int) -> dict[int, float]:
-    """Return the CPU seconds of a process' threads so far. The main thread has the id `pid`."""
-    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-    fields = ((int(stat.split()[0]), stat.rpartition(")")[2].split()) for stat in stats)
-    ticks = os.sysconf("SC_CLK_TCK")
-    return {thread: (int(after[11]) + int(after[12])) / ticks for thread, after in fields}
 
 
 def token_counts(server: Server) -> dict[str, float]:
@@ -410,7 +400,7 @@ def wrk(server: Server, load: Load, arguments: Arguments) -> Figures:
 
 def perplexity(server: Server, load: Load, arguments: Arguments) -> Figures:
     """Return the perplexity of a text by the log-probabilities of its tokens."""
-    text = Path(arguments.text).read_text()[:TEXT_CHARS]
+    text = (environment.ROOT / "docs" / "architecture.md").read_text()[:TEXT_CHARS]
     body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     headers = {"content-type": "application/json"}
@@ -426,7 +416,7 @@ def perplexity(server: Server, load: Load, arguments: Arguments) -> Figures:
 CHAT = {"CHAT_MODEL": "MODEL", "DTYPE": "DTYPE", "REQUEST_TIMEOUT_S": "600"}
 FILL_MASK = {"PIPELINE_TASK": "fill-mask", "PIPELINE_MODEL": "MODEL"}
 SPEECH = {"TRANSCRIPTION_MODEL": "SINGLE_PASS", "REQUEST_TIMEOUT_S": "600"}
-BESIDE = SPEECH | {"CHAT_MODEL": "CHAT_MODEL", "REQUEST_TIMEOUT_S": "3600"}
+BESIDE = SPEECH | {"CHAT_MODEL": "demo", "REQUEST_TIMEOUT_S": "3600"}
 EMBEDDING = {"EMBEDDING_MODEL": "MODEL", "DTYPE": "float32"}
 RERANK = {"RERANK_MODEL": "MODEL", "DTYPE": "float32"}
 HOST = {"CHAT_MODEL": "demo", "SIMULATED_MODEL": "0", "MAX_RUNNING": "1024"}
@@ -487,7 +477,7 @@ def started(arguments: Arguments, name: str) -> AbstractContextManager[Server]:
     if name == "in-process":
         return nullcontext(Server(name, 1, None))
     values = {"MODEL": arguments.model, "SINGLE_PASS": arguments.single_pass}
-    values |= {"CHAT_MODEL": arguments.chat_model, "DTYPE": arguments.dtype}
+    values["DTYPE"] = arguments.dtype
     kinds = ("CHAT", "PIPELINE", "EMBEDDING", "RERANK")
     settings = {f"{kind}_MODEL": "none" for kind in kinds}
     of_bench = BENCHES[arguments.bench].settings
@@ -632,17 +622,11 @@ def main() -> None:
     add("--peer-python", default=sys.executable, help=python)
     add("--vllm", default="vllm", help="the vllm command")
     add("--llama", default="llama-server", help="the program for llama:GGUF")
-    add("--chat-model", default="demo", help="beside: the model that streams")
     add("--dtype", default="bfloat16", help="of chat models")
     add("--temperature", type=list_of(float), default=[1, 0], metavar="N,…", help="1,0")
     add("--prompt-words", type=list_of(int), default=[64], metavar="N,…", help="64")
     add("--questions", action="store_true", help="ask questions; responses may end early")
     add("--tokens", type=int, default=32, help="of each response, at most")
-    shared = "generation: also measure a prompt that sixteen chats share"
-    add("--shared-prompt", action="store_true", help=shared)
-    text = str(environment.ROOT / "docs" / "architecture.md")
-    add("--text", default=text, help="perplexity: a text, of which the beginning is used")
-    add("--side", type=int, default=512, help="vision: pixels of an image's sides")
     arguments = parser.parse_args()
     bench = BENCHES[arguments.bench]
     arguments.servers = arguments.servers or bench.servers
@@ -661,7 +645,7 @@ def choose_model(arguments: Arguments, bench: Bench) -> None:
     if not name and arguments.bench not in ("http", "host"):
         raise SystemExit("--model is needed: the path of a checkpoint")
     if name in SHAPES or (not arguments.model and name):
-        name = make_model(f"smolvlm-{arguments.side}" if name == "smolvlm" else name)
+        name = make_model(name)
     arguments.model = str(Path(name).resolve()) if name else ""
     arguments.single_pass = arguments.floor = None
     if arguments.bench in ("speech", "beside"):

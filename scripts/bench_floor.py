@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The least time of a decode step: the time in which this machine reads all weights and all keys
 and values once.
 
@@ -8,13 +7,13 @@ fits into the CPU's cache may be faster.
 """
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from bench_servers import in_own_process
 
 SIDE, WEIGHTS, PASSES = 4096, 32, 12  # a gigabyte in bfloat16
 COPIED_BYTES = 2 << 30
@@ -40,16 +39,9 @@ class Floor:
 
 
 def measure_floor(model: Path, dtype: str) -> Floor:
-    command = [sys.executable, __file__, dtype]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    measured = json.loads(done.stdout)
-    itemsize = measured["bytes_per_weight"]
-    return Floor(
-        count_weights(model) * itemsize,
-        measured["bytes_per_s"],
-        cached_values(json.loads((model / "config.json").read_text())) * itemsize,
-        measured["gpu"],
-    )
+    itemsize, bytes_per_s, gpu = in_own_process(measure_bandwidth, dtype)
+    token_bytes = itemsize * cached_values(json.loads((model / "config.json").read_text()))
+    return Floor(itemsize * count_weights(model), bytes_per_s, token_bytes, gpu)
 
 
 def cached_values(config: dict[str, Any]) -> int:
@@ -65,27 +57,19 @@ def cached_values(config: dict[str, Any]) -> int:
 def count_weights(model: Path) -> int:
     """Return how many weights a step of a dense model reads: all but an embedding that is not tied
     to the output head."""
-    shapes = {
-        name: tuple(entry["shape"])
-        for file in sorted(model.glob("*.safetensors"))
-        for name, entry in read_header(file).items()
-        if name != "__metadata__"
-    }
+    from safetensors import safe_open
+
+    shapes = {}
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.offset_keys()}
     output = shapes.get("lm_head.weight")
     return sum(
         prod(shape) for name, shape in shapes.items() if shape != output or name == "lm_head.weight"
     )
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Read the header of a safetensors file: its length in 8 bytes, then JSON."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(length))
-    return header
-
-
-def measure_bandwidth(dtype_name: str) -> dict[str, Any]:
+def measure_bandwidth(dtype_name: str) -> tuple[int, float, str]:
     """Return bytes per weight as stored, bytes per second as read, and the GPU's name."""
     import torch
 
@@ -115,8 +99,4 @@ def measure_bandwidth(dtype_name: str) -> dict[str, Any]:
         read()
         seconds.append(time.perf_counter() - started)
     rate = size / min(seconds[1:])  # the first pass waits for earlier work
-    return {"bytes_per_weight": dtype.itemsize, "bytes_per_s": rate, "gpu": gpu}
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_bandwidth(sys.argv[1])))
+    return dtype.itemsize, rate, gpu

@@ -1,18 +1,13 @@
-#!/usr/bin/env python3
-"""Models of random weights for bench.py, each made once, in a process of its own.
-
-bench_models.py NAME FOLDER
-"""
+"""Models of random weights for bench.py, each made once, in a process of its own."""
 
 import importlib
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import environment
+from bench_servers import in_own_process
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-tiny": {
@@ -30,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 DEMO = environment.ROOT / "worker" / "demo"
-ENCODER_SIDE, IMAGE_VOCABULARY = 512, 49280  # pixels, tokens
+IMAGE_SIDE, IMAGE_VOCABULARY = 512, 49280  # pixels, tokens
 IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 TILE_TOKENS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 TEMPLATE = (
@@ -46,10 +41,10 @@ hf: Any = importlib.import_module("transformers")  # untyped in part
 
 
 def make_model(name: str) -> str:
-    """Return the folder of `bert-base`, `whisper-base`, `smolvlm-SIDE` or a shape of SHAPES."""
+    """Return the folder of `bert-base`, `whisper-base`, `smolvlm` or a shape of SHAPES."""
     folder = Path(tempfile.gettempdir()) / f"onequeue-bench-{name}"
     if not (folder / "config.json").exists():
-        subprocess.run([sys.executable, __file__, name, str(folder)], check=True)
+        in_own_process(save, name, folder)
     return str(folder)
 
 
@@ -59,11 +54,10 @@ def save(name: str, folder: Path) -> None:
     torch.manual_seed(0)
     if name in SHAPES:
         return save_qwen3(name, folder)
-    kind, _, side = name.partition("-")
-    parts = smolvlm(int(side)) if kind == "smolvlm" else {"bert": bert, "whisper": whisper}[kind]()
-    for part in reversed(parts):  # the model last, with config.json
+    make = {"bert-base": bert, "whisper-base": whisper, "smolvlm": smolvlm}[name]
+    for part in reversed(make()):  # the model last, with config.json
         part.save_pretrained(folder)
-        if kind == "smolvlm":
+        if name == "smolvlm":
             fill_vocabulary(folder, IMAGE_VOCABULARY)
 
 
@@ -137,9 +131,8 @@ def whisper() -> list[Any]:
     return [model, tokenizer, hf.WhisperFeatureExtractor()]
 
 
-def smolvlm(side: int) -> list[Any]:
-    """Return a model of SmolVLM-256M's shape that resizes images to `side`, with the demo's
-    tokenizer."""
+def smolvlm() -> list[Any]:
+    """Return a model of SmolVLM-256M's shape with the demo's tokenizer."""
     import torch
 
     tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "chat"), model_max_length=8192)
@@ -149,7 +142,7 @@ def smolvlm(side: int) -> list[Any]:
     config = hf.Idefics3Config(
         vision_config={
             "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-            "num_attention_heads": 12, "image_size": ENCODER_SIDE, "patch_size": 16,
+            "num_attention_heads": 12, "image_size": IMAGE_SIDE, "patch_size": 16,
         },
         text_config=hf.LlamaConfig(
             vocab_size=IMAGE_VOCABULARY, hidden_size=576, intermediate_size=1536,
@@ -166,14 +159,10 @@ def smolvlm(side: int) -> list[Any]:
     model.generation_config = hf.GenerationConfig(eos_token_id=end, pad_token_id=pad)
     processor = hf.Idefics3Processor(
         hf.Idefics3ImageProcessorPil(
-            size={"longest_edge": side}, max_image_size={"longest_edge": ENCODER_SIDE}
+            size={"longest_edge": IMAGE_SIDE}, max_image_size={"longest_edge": IMAGE_SIDE}
         ),
         tokenizer,
         image_seq_len=64,
         chat_template=TEMPLATE,
     )
     return [model, processor]
-
-
-if __name__ == "__main__":
-    save(sys.argv[1], Path(sys.argv[2]))

@@ -8,6 +8,7 @@ A server that is not being measured is suspended, so that it uses no CPU time.
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,13 +18,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from environment import ROOT
 
+T = TypeVar("T")
 START_TIMEOUT_S = 400  # compilation included
 LLAMA_FLAGS = ("-np", "16", "-c", "16384", "-t", "2")  # slots, their tokens in all, threads
 PYTHONPATH = {"PYTHONPATH": str(ROOT)}  # of programs outside scripts/ that import the packages
@@ -157,6 +160,12 @@ def is_up(launch: Launch) -> bool:
         return False
 
 
+def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function whose memory and threads end with it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -164,14 +173,20 @@ def free_port() -> int:
         return port
 
 
+def cpu_seconds(stats: Iterable[Path]) -> Iterator[tuple[int, int, float]]:
+    """Yield the id, the session and the CPU seconds so far of processes or threads, by their
+    stat files in /proc."""
+    for stat in stats:
+        with contextlib.suppress(OSError):  # it has exited
+            fields = stat.read_text().rpartition(")")[2].split()  # from the third field on
+            ticks = int(fields[11]) + int(fields[12])
+            yield int(stat.parent.name), int(fields[3]), ticks / os.sysconf("SC_CLK_TCK")
+
+
 def other_cpu_seconds(own_sessions: set[int]) -> float:
     """Return the CPU seconds used so far by all processes outside these sessions."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has exited
-            fields = stat.read_text().rpartition(")")[2].split()  # from the third field on
-            ticks += 0 if int(fields[3]) in own_sessions else int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    used = cpu_seconds(Path("/proc").glob("[0-9]*/stat"))
+    return sum(seconds for _, session, seconds in used if session not in own_sessions)
 
 
 def print_json(**measured: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from demo_corpus import TEXTS, phrases
 from demo_dialogues import dialogue, document
-from demo_training import DEMO, SEED, Demo, untrained
+from demo_training import DEMO, SEED, Demo, forget_origin, untrained
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -31,10 +31,8 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     embedded tokenizer. Every byte is a token, so that any text in NFC is decoded exactly. The tags
     are not special, so that decoding without special tokens keeps them."""
     old: Any = AutoTokenizer.from_pretrained(DEMO / "chat")
-    new: Any = old.train_new_from_iterator(texts, old.vocab_size, show_progress=False)
-    for name in ("is_local", "local_files_only"):  # how the old one was loaded
-        del new.init_kwargs[name]
-    tokenizer: PreTrainedTokenizerFast = new
+    new = old.train_new_from_iterator(texts, old.vocab_size, show_progress=False)
+    tokenizer: PreTrainedTokenizerFast = forget_origin(new)
     return tokenizer
 
 
@@ -90,40 +88,6 @@ def packed(stream: Iterator[Example]) -> Iterator[torch.Tensor]:
         yield torch.tensor([ids, labels, positions + list(range(room))])
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum that is orthogonalized per matrix; needs half the steps of AdamW here.
-
-    Method and coefficients: Keller Jordan, 2024. torch's own Muon runs in bfloat16, which is slow
-    on a CPU without it.
-    """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure here
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                state = self.state[matrix]
-                momentum = state.setdefault("momentum", torch.zeros_like(matrix))
-                momentum.lerp_(matrix.grad, 0.05)
-                update = matrix.grad.lerp(momentum, 0.95)
-                matrix.add_(orthogonal(update), alpha=-group["lr"])
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximate the nearest orthogonal matrix, scaled, by five Newton-Schulz steps."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
-    scale: float = max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
-    result: torch.Tensor = scale * (x.T if tall else x)
-    return result
-
-
 def rate_factor(step: int, steps: int) -> float:
     """Return the learning rate's factor at a step: a short warm-up, then a decay to zero."""
     return min(step / (0.03 * steps), 1.0, (steps - step + 1) / (0.7 * steps))
@@ -140,13 +104,14 @@ def losses(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor]) -> Iterator[to
 
 
 def schedules(model: Qwen2ForCausalLM, steps: int) -> list[LRScheduler]:
-    """Return Muon for the matrices of the layers, and AdamW for all other weights."""
+    """Return Muon for the matrices of the layers, which needs half the steps of AdamW here, and
+    AdamW for all other weights."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if not any(weight is m for m in matrices)]
+    muon = torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0)
     adam = torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     return [
-        LambdaLR(optimizer, lambda done: rate_factor(done + 1, steps))
-        for optimizer in (Muon(matrices, MATRIX_RATE), adam)
+        LambdaLR(optimizer, lambda done: rate_factor(done + 1, steps)) for optimizer in (muon, adam)
     ]
 
 

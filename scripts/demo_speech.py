@@ -4,9 +4,9 @@ A digit is two tones at once, of a row and a column; the German voice adds a thi
 phrases of digits with pauses. Of a phrase that the window cuts off, only the start time is a
 target, as in Whisper, since the next window contains it whole. Digits have a fixed length, and a
 timestamp's embedding starts as the encoder's position embedding; both shorten training to minutes.
+The processor is the embedded one: its tokenizer has the ten words of each voice.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from demo_tones import SAMPLING_RATE, WORDS, Phrase, Samples, say
-from demo_training import DEMO, SEED, Demo, one_cycle, untrained
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from demo_training import DEMO, SEED, Demo, forget_origin, one_cycle, untrained
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoProcessor,
     GenerationConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
-    WhisperProcessor,
     WhisperTokenizer,
 )
 
@@ -134,32 +133,6 @@ class Examples:
         return samples, phrases
 
 
-def make_tokenizer() -> WhisperTokenizer:
-    texts = [f" {word}" for words in WORDS.values() for word in words]
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, min_frequency=1, show_progress=False
-    )
-    learner.train_from_iterator(texts * 3, trainer)
-    learned = json.loads(learner.to_str())["model"]
-    merges = [tuple(merge) for merge in learned["merges"]]
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    ends = dict.fromkeys(names, "<|endoftext|>")
-    tokenizer = WhisperTokenizer(
-        vocab=learned["vocab"], merges=merges, model_max_length=224, **ends
-    )
-    timestamps = [f"<|{n * TIMESTAMP_S:.2f}|>" for n in range(TIMESTAMPS)]
-    special = [f"<|{name}|>" for name in [*SPECIAL_TOKENS.split(), "notimestamps"]]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens(timestamps)
-    set_prefix: Any = tokenizer.set_prefix_tokens
-    set_prefix()  # once more, as the special tokens exist only now
-    return tokenizer
-
-
 def new_model(size: int, first_time: int) -> Any:
     model = untrained(WhisperForConditionalGeneration, "speech", size)
     model.generation_config = GenerationConfig.from_pretrained(DEMO / "speech")
@@ -190,18 +163,17 @@ def batch(
 
 
 def speech(out: Path, steps: int) -> Demo:
-    tokenizer = make_tokenizer()
-    make_extractor: Any = WhisperFeatureExtractor
-    extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
-    make_processor: Any = WhisperProcessor
-    processor = make_processor(extractor, tokenizer)
+    processor: Any = AutoProcessor.from_pretrained(DEMO / "speech")
+    tokenizer = forget_origin(processor.tokenizer)
     examples = Examples(tokenizer)
     model = new_model(len(tokenizer), examples.first_time)
 
     def losses() -> Iterator[Tensor]:
         for step in range(1, steps + 1):
             examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
-            mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
+            mels, inputs, labels = batch(
+                processor.feature_extractor, [examples.example() for _ in range(BATCH)]
+            )
             logits = model(input_features=mels, decoder_input_ids=inputs).logits
             yield cross_entropy(logits.flatten(0, 1), labels.flatten())
 

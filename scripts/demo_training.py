@@ -34,6 +34,13 @@ def untrained(model_class: Any, name: str, size: int, **more: Any) -> Any:
     return model_class(AutoConfig.from_pretrained(DEMO / name, vocab_size=size), **more)
 
 
+def forget_origin(tokenizer: Any) -> Any:
+    """Drop how a tokenizer was loaded, which would be saved with it."""
+    for name in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
+    return tokenizer
+
+
 def one_cycle(model: torch.nn.Module, rate: float, steps: int, warm_up: float) -> list[LRScheduler]:
     """Return AdamW with a rate that rises for the `warm_up` share of the steps, then falls."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, fused=True)

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -30,13 +31,8 @@ servers, models = map(script, ("bench_servers", "bench_models"))
 
 
 def checkpoint(folder: Path, **shapes: list[int]) -> Path:
-    tensors = {
-        name.replace("__", "."): {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
-        for name, shape in shapes.items()
-    }
-    header = json.dumps({"__metadata__": {}, **tensors}).encode()
-    file = folder / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    tensors = {name.replace("__", "."): np.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -128,7 +124,7 @@ def test_every_benchmark_yields_loads_with_the_flags_of_the_load_test(tmp_path: 
     for name, entry in bench.BENCHES.items():
         arguments = argparse.Namespace(
             bench=name, folder=str(tmp_path), model=model, clients=[1, 2], requests=1, tokens=4,
-            temperature=[0], prompt_words=[8], questions=False, shared_prompt=True, side=8,
+            temperature=[0], prompt_words=[8], questions=False,
         )  # fmt: skip
         loads = list(entry.loads(arguments, 0))
         assert loads

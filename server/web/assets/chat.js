@@ -12,7 +12,7 @@ import { deleteConversations, loadConversation, saveConversation, session } from
 
 const PATH = "v1/chat/completions";
 const CURRENT = "onequeue-conversation"; // in the session: the id of the one on the screen
-const SETTINGS = ["model", "system", "temperature", "top_p", "max_tokens", "seed", "reasoning_effort", "tools"];
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 // Sent for a model that has no sampling settings: at a temperature of 1 a small one writes nonsense.
 const SAMPLING = { temperature: 0.7, top_p: 0.95 };
 const WEATHER = JSON.stringify([{
@@ -52,6 +52,7 @@ class Chat {
     this.log = find(".log", section);
     this.form = find("form", section);
     this.settings = this.form.elements;
+    this.fields = [...this.settings].filter(({ name }) => name);
     this.composer = new Composer(this.form);
     this.settings.model.append(...models.map(({ id }) => element("option", { value: id }, id)));
     this.settings.model.parentElement.hidden = models.length < 2;
@@ -157,13 +158,6 @@ class Chat {
     return calls.find(other => other.id === id)?.function.name ?? "The tool";
   }
 
-  // Removes an element and those behind it; without one, what is shown without being a message.
-  truncate(from) {
-    from ??= [...this.log.children].find(({ message }) => !message);
-    while (from?.nextSibling) from.nextSibling.remove();
-    from?.remove();
-  }
-
   // ── the conversation ──
 
   async save() {
@@ -172,7 +166,7 @@ class Chat {
     this.id ??= `${Date.now()}-${Math.random()}`;
     session[CURRENT] = this.id;
     const title = textOf(messages[0].content).slice(0, 80) || "Images";
-    const settings = Object.fromEntries(SETTINGS.map(name => [name, this.settings[name].value]));
+    const settings = Object.fromEntries(this.fields.map(({ name, value }) => [name, value]));
     const isKept = await saveConversation({ id: this.id, title, messages, settings }).catch(() => true);
     if (!isKept) find(".notice", this.form).textContent = "This conversation is too large to be kept.";
   }
@@ -181,7 +175,7 @@ class Chat {
     const conversation = id && await loadConversation(id).catch(() => null);
     if (!conversation || this.abort) return;
     this.clear();
-    for (const name of SETTINGS) this.settings[name].value = conversation.settings[name] ?? "";
+    for (const field of this.fields) field.value = conversation.settings[field.name] ?? "";
     this.showModel();
     this.id = id;
     session[CURRENT] = id;
@@ -244,20 +238,16 @@ class Chat {
 
   // Returns the API's request for the next message. Throws if the tools are not valid JSON.
   request() {
-    const { model, system, max_tokens: maxTokens, seed, reasoning_effort: effort, tools } = this.settings;
-    const systemMessages = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
+    const { model, system, reasoning_effort: effort, tools } = this.settings;
+    const content = system.value.trim();
     const body = {
       model: model.value || undefined,
-      messages: [...systemMessages, ...this.messages],
+      messages: content ? [{ role: "system", content }, ...this.messages] : this.messages,
       stream: true,
       stream_options: { include_usage: true },
       ...this.sampling,
     };
-    for (const name of Object.keys(SAMPLING)) {
-      if (this.settings[name].value) body[name] = Number(this.settings[name].value);
-    }
-    if (maxTokens.value) body.max_tokens = Number(maxTokens.value);
-    if (seed.value) body.seed = Number(seed.value);
+    for (const name of NUMBERS) if (this.settings[name].value) body[name] = Number(this.settings[name].value);
     if (effort.value) body.reasoning_effort = effort.value;
     if (tools.value.trim()) body.tools = parseJson(tools.value, "the tools are");
     return { path: PATH, body };
@@ -267,8 +257,9 @@ class Chat {
   // the history is as before, and a button calls `retry`.
   async ask(from, messages, retry = () => this.ask(from, messages), whenRefused = () => {}) {
     const before = this.history;
-    this.truncate();
-    if (from) this.truncate(from);
+    const end = before.indexOf(from);
+    const kept = end < 0 ? before : before.slice(0, end);
+    for (const node of [...this.log.children]) if (!kept.includes(node)) node.remove();
     messages.forEach(message => this.show(message));
     const answer = this.addAnswer();
     this.setStreaming(true);

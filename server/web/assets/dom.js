@@ -1,7 +1,7 @@
 // Create and find elements. Text is always text: nothing here parses markup.
 
 const MAX_ANNOUNCED = 20;
-const SVG = "http://www.w3.org/2000/svg";
+const SVG_TAGS = ["svg", "g", "path", "rect", "text"];
 
 export function find(selector, within = document) {
   return within.querySelector(selector);
@@ -9,14 +9,8 @@ export function find(selector, within = document) {
 
 // element("p", {class: "note", onclick: f}, "text", otherElement, [more]): null children are left out.
 export function element(tag, properties = {}, ...children) {
-  return fill(document.createElement(tag), properties, children);
-}
-
-export function svgElement(tag, properties = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), properties, children);
-}
-
-function fill(node, properties, children) {
+  const isSvg = SVG_TAGS.includes(tag);
+  const node = isSvg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("--")) node.style.setProperty(name, value);
     else if (name.startsWith("on")) node[name] = value;
@@ -50,9 +44,11 @@ export function markRunning(section, running) {
   find(`#tab-${section.id}`).toggleAttribute("data-running", running);
 }
 
-// Runs `work` when the form of a section is submitted; shows the elements that it returns, or its error.
+// Runs `work` when the form of a section is submitted; shows the elements that it returns, or its error, below.
 export function showOnSubmit(section, work) {
-  const [output, submit] = [find(".output", section), find("[data-action=send]", section)];
+  const submit = find("[data-action=send]", section);
+  const output = element("div", { class: "output", "aria-live": "polite" });
+  section.append(output);
   find("form", section).onsubmit = async event => {
     event.preventDefault();
     submit.disabled = true;

@@ -13,10 +13,17 @@ const MAX_NUMBERS = 12; // of a shown list
 // Returns what `show` makes of the response's document, the texts of `notes` with the server's timings,
 // and the exchange.
 export async function ask(request, show, notes = () => []) {
-  const response = await call(request.path, { body: request.body ?? request.file });
+  const response = await call(request.path, { body: request.form ? formData(request) : request.body ?? request.file });
   const result = await response.json();
   const note = [...notes(result), ...timings(response)].filter(Boolean).join(" · ");
   return [...await show(result), element("p", { class: "note" }, note), exchange(request, () => result)];
+}
+
+function formData({ form, file }) {
+  const data = new FormData();
+  for (const [name, value] of Object.entries(form)) data.append(name, value);
+  data.append("file", file, file.name);
+  return data;
 }
 
 function timings({ headers }) {
@@ -117,22 +124,24 @@ const SDK = {
   "v1/audio/transcriptions": "audio.transcriptions.create",
 };
 
-export function asPython(request) {
-  const usesUrls = request.body && JSON.stringify(request.body).includes('"data:');
-  const create = SDK[request.path];
-  const imports = [
-    hasKey() && "import os\n",
-    usesUrls && "import base64\n",
-    (usesUrls || (request.file && !create)) && "from pathlib import Path\n",
-  ].filter(Boolean);
+export function asPython({ path, body, form, file }) {
+  const create = SDK[path];
+  const usesUrls = JSON.stringify(body ?? "").includes('"data:');
+  const imports = [hasKey() && "import os\n", usesUrls && "import base64\n"].filter(Boolean);
   if (imports.length) imports.push("\n");
   imports.push(create ? "from openai import OpenAI\n\n" : "import httpx\n\n", usesUrls ? DATA_URL : "");
-  return imports.join("") + (create ? withOpenai(request, create) : withHttpx(request));
+  if (create) imports.push(`client = OpenAI(base_url="${address("v1")}", api_key=${hasKey() ? 'os.environ["API_KEY"]' : '"none"'})\n`);
+  const args = (create ? sdkArguments(body ?? form, file) : httpxArguments(path, body, file)).map(arg => `    ${arg},\n`);
+  const print = create ? "print(response)" : "print(response.json())";
+  return `${imports.join("")}response = ${create ? `client.${create}` : "httpx.post"}(
+${args.join("")})
+${body?.stream ? CHUNKS : print}
+`;
 }
 
 const DATA_URL = `
 def data_url(media, name):
-    return f"data:{media};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
+    return f"data:{media};base64,{base64.b64encode(open(name, 'rb').read()).decode()}"
 
 
 `;
@@ -140,30 +149,21 @@ const CHUNKS = `for chunk in response:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)`;
 
-function withOpenai({ body, form, file }, create) {
-  const given = Object.entries(body ?? form).filter(([, value]) => value !== undefined);
-  const fields = given.map(([name, value]) => `    ${name}=${literal(value)},\n`);
-  if (file) fields.push(`    file=open(${JSON.stringify(file.name)}, "rb"),\n`);
-  return `client = OpenAI(base_url="${address("v1")}", api_key=${hasKey() ? 'os.environ["API_KEY"]' : '"none"'})
-response = client.${create}(
-${fields.join("")})
-${body?.stream ? CHUNKS : "print(response)"}
-`;
+function sdkArguments(fields, file) {
+  const args = Object.entries(fields).filter(([, value]) => value !== undefined).map(([name, value]) => `${name}=${literal(value)}`);
+  return file ? [...args, `file=${opened(file)}`] : args;
 }
 
-function withHttpx({ path, body, file }) {
+function httpxArguments(path, body, file) {
   const headers = [
     hasKey() && '"authorization": f"Bearer {os.environ[\'API_KEY\']}"',
     file && `"content-type": ${JSON.stringify(file.type)}`,
-  ].filter(Boolean);
-  return `response = httpx.post(
-    "${address(path)}",
-    ${file ? `content=Path(${JSON.stringify(file.name)}).read_bytes()` : `json=${literal(body)}`},
-${headers.length ? `    headers={${headers.join(", ")}},\n` : ""}    timeout=60,
-)
-print(response.json())
-`;
+  ].filter(Boolean).join(", ");
+  const content = file ? `content=${opened(file)}` : `json=${literal(body)}`;
+  return [`"${address(path)}"`, content, ...(headers ? [`headers={${headers}}`] : []), "timeout=60"];
 }
+
+const opened = ({ name }) => `open(${JSON.stringify(name)}, "rb")`;
 
 const CONSTANTS = { null: "None", true: "True", false: "False" };
 

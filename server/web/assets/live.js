@@ -2,7 +2,7 @@
 //
 //   poll /metrics every second while visible → Metrics → figures → draw
 
-import { element, find, seconds, svgElement } from "./dom.js";
+import { element, find, seconds } from "./dom.js";
 
 const POLL_MS = 1000;
 const MAX_FIGURES = 61; // a minute
@@ -121,10 +121,10 @@ export function startLive(section, ready) {
   const cards = CARDS.filter(({ needs }) => !needs || needs.some(name => ready[name])).map(card => new Card(card));
   find(".cards", section).append(...cards.map(card => card.element));
   const samples = [];
-  let timer = 0;
+  let polling = false;
   const poll = async () => {
-    clearTimeout(timer);
-    if (section.hidden || document.hidden) return;
+    if (polling || section.hidden || document.hidden) return;
+    polling = true;
     try {
       const series = parse(await (await fetch("metrics")).text());
       samples.push({ series, at: performance.now() / 1000 });
@@ -135,11 +135,10 @@ export function startLive(section, ready) {
     } catch {
       cards.forEach(card => card.element.classList.add("stale"));
     }
-    clearTimeout(timer);
-    timer = setTimeout(poll, POLL_MS);
+    polling = false;
   };
   section.addEventListener("shown", poll);
-  document.addEventListener("visibilitychange", poll);
+  setInterval(poll, POLL_MS);
 }
 
 // `max`: the scale's end, of figures with a fixed range; `per`: what follows a number on the scale.
@@ -147,13 +146,13 @@ class Card {
   constructor({ title, unit, figure, more, max = null, per = "" }) {
     Object.assign(this, { unit, figure, more, max, per, figures: [] });
     this.value = element("strong", {}, "–");
-    this.line = svgElement("path", { "vector-effect": "non-scaling-stroke" });
-    this.area = svgElement("path", { class: "area" });
+    this.line = element("path", { "vector-effect": "non-scaling-stroke" });
+    this.area = element("path", { class: "area" });
     this.top = element("span", {});
     this.note = element("p", { class: "note" });
     this.element = element("article", { class: "card" }, element("h3", {}, title), this.value,
       element("div", { class: "chart" },
-        svgElement("svg", { viewBox: `0 0 ${MAX_FIGURES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
+        element("svg", { viewBox: `0 0 ${MAX_FIGURES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
         this.top, element("span", {}, "0")),
       this.note);
   }
@@ -170,11 +169,12 @@ class Card {
     this.top.textContent = this.unit(top) + this.per;
     let [line, area] = ["", ""];
     figures.forEach((figure, n) => {
-      if (!Number.isFinite(figure)) return;
-      const [x, y] = [MAX_FIGURES - figures.length + n, 20 - 20 * figure / top];
-      const continues = Number.isFinite(figures[n - 1]);
-      line += `${continues ? "L" : "M"}${x} ${y}`;
-      if (continues) area += `M${x - 1} 20V${20 - 20 * figures[n - 1] / top}L${x} ${y}V20Z`;
+      const before = figures[n - 1];
+      if (!Number.isFinite(figure + before)) return;
+      const x = MAX_FIGURES - figures.length + n;
+      const slope = `${20 - 20 * before / top}L${x} ${20 - 20 * figure / top}`;
+      line += `M${x - 1} ${slope}`;
+      area += `M${x - 1} 20V${slope}V20Z`;
     });
     this.line.setAttribute("d", line);
     this.area.setAttribute("d", area);

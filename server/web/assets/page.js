@@ -121,13 +121,11 @@ function openTab(id) {
   find(`#${id}`).dispatchEvent(new Event("shown"));
 }
 
-function onTabKey(event) {
-  const tabs = [...document.querySelectorAll("nav [role=tab]")];
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (!step) return;
-  const next = tabs[(tabs.indexOf(event.target) + step + tabs.length) % tabs.length];
-  next.focus();
-  next.click();
+function onTabKey({ key, target }) {
+  const { firstChild, lastChild } = find("nav");
+  const next = { ArrowRight: target.nextSibling ?? firstChild, ArrowLeft: target.previousSibling ?? lastChild }[key];
+  next?.focus();
+  next?.click();
 }
 
 start();

@@ -1,7 +1,7 @@
 // Show a pipeline's result by its shape: bars, boxes over the image, highlighted words, masks, an
 // image, audio, text; any other shape as JSON.
 
-import { element, svgElement } from "./dom.js";
+import { element } from "./dom.js";
 import { json } from "./exchange.js";
 import { wav } from "./record.js";
 
@@ -63,11 +63,11 @@ async function boxes(objects, { image: url }) {
   const { naturalWidth: width, naturalHeight: height } = image;
   const hueOf = hues(objects.map(({ label }) => label));
   const unit = width / Math.min(width, document.body.clientWidth, MAX_WIDTH); // image pixels per screen pixel
-  const groups = objects.map(({ label, score, box: { xmin, ymin, xmax, ymax } }) => svgElement("g", { "--hue": hueOf(label) },
-    svgElement("rect", { x: xmin, y: ymin, width: xmax - xmin, height: ymax - ymin, "stroke-width": 2 * unit }),
-    svgElement("text", { x: xmin + 4 * unit, y: ymin + 14 * unit, "font-size": 13 * unit },
+  const groups = objects.map(({ label, score, box: { xmin, ymin, xmax, ymax } }) => element("g", { "--hue": hueOf(label) },
+    element("rect", { x: xmin, y: ymin, width: xmax - xmin, height: ymax - ymin, "stroke-width": 2 * unit }),
+    element("text", { x: xmin + 4 * unit, y: ymin + 14 * unit, "font-size": 13 * unit },
       `${label} ${percent(score)}`)));
-  const over = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...groups);
+  const over = element("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...groups);
   image.alt = `The image, with ${objects.length} boxes`;
   return [element("figure", { class: "overlaid" }, image, over), ...bars(objects, { hueOf })];
 }
