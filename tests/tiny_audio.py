@@ -427,6 +427,51 @@ def gemma4_unified() -> list[Any]:
     return [model, processor]
 
 
+def gemma3n() -> list[Any]:
+    """Its encoder of images is one of timm's, and a recording has the same tokens whatever its
+    length."""
+    pytest.importorskip("timm")
+    names = {
+        "boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>", "boa_token": "<start_of_audio>",
+        "audio_token": "<audio_soft_token>", "eoa_token": "<end_of_audio>",
+    }  # fmt: skip
+    audio, image = names["audio_token"], names["image_token"]
+    tokenizer = new_tokenizer(*names.values(), audio=audio, image=image)
+    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
+    tokenizer._set_model_specific_special_tokens(names)
+    count, embeddings, tokens = len(tokenizer), 16, {"audio": 40, "image": 4}
+    config = hf.Gemma3nConfig(
+        text_config=text(
+            tokenizer, "Gemma3nTextConfig", head_dim=8, num_hidden_layers=4,
+            num_kv_shared_layers=2, layer_types=[*MIXED, *MIXED], laurel_rank=4,
+            altup_num_inputs=2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            vocab_size=count + 2 * embeddings, vocab_size_per_layer_input=count,
+            hidden_size_per_layer_input=8, intermediate_size=64,
+        ).to_dict(),
+        vision_config={
+            "architecture": "mobilenetv3_small_050", "hidden_size": 288, "vocab_size": embeddings,
+            "vocab_offset": count,
+        },
+        audio_config={
+            "hidden_size": 32, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 2,
+            "sscp_conv_channel_size": [8, 4], "vocab_size": embeddings,
+            "vocab_offset": count + embeddings,
+        },
+        audio_soft_tokens_per_image=tokens["audio"], vision_soft_tokens_per_image=tokens["image"],
+        **{f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
+    )  # fmt: skip
+    model = with_random_vectors(hf.Gemma3nForConditionalGeneration(config))
+    processor = hf.Gemma3nProcessor(
+        hf.Gemma3nAudioFeatureExtractor(),
+        hf.SiglipImageProcessor(size={"height": 64, "width": 64}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        **{f"{kind}_seq_length": number for kind, number in tokens.items()},
+    )
+    return [model, processor]
+
+
 def nemotron_h_omni() -> list[Any]:
     names = {"image_token": "<image>", "audio_token": "<so_embedding>"}
     marks = "<so_start>", "<so_end>", "<img>", "</img>", "<video>"
@@ -531,6 +576,7 @@ WITH_TORCHVISION: dict[str, Callable[[], list[Any]]] = {
     "apertus1p5": apertus1p5,
     "phi4_multimodal": phi4_multimodal,
     "gemma4_unified": gemma4_unified,
+    "gemma3n": gemma3n,
     "nemotron_h_omni": nemotron_h_omni,
     "muse_spark": muse_spark,
 }

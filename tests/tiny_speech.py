@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests import tiny
-from tests.tiny import IDS, hf
+from tests.tiny import IDS, SMALL, hf, saved
 from tests.tiny_media import new_tokenizer, vits
 from tests.tiny_tokenizers import llama_tokenizer
 
@@ -28,6 +29,27 @@ CSM_TEMPLATE = (
     "{% if part.type == 'text' %}{{ part.text }}{% else %}<|AUDIO|><|audio_eos|>{% endif %}"
     "{% endfor %}{% endfor %}"
 )
+HIGGS_TEMPLATE = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|>{% endif %}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><|audio_out_bos|>{% endif %}"
+)
+POCKET_TEMPLATE = (
+    "{% for part in messages[0].content if messages[0].role == 'user' %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|voice_bos|><|voice|>{% endif %}"
+    "{% endfor %}<|audio_bos|>"
+)
+VIBEVOICE_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content if part.type == 'audio' %}"
+    " Speaker {{ message.role }}:<|vision_start|><|vision_pad|><|vision_end|>"
+    "{% endfor %}{% endfor %} Text input:"
+    "{% for message in messages %}{% for part in message.content if part.type == 'text' %}"
+    " Speaker {{ message.role }}: {{ part.text }}{% endfor %}{% endfor %}"
+    " Speech output:<|vision_start|>"
+)
+RATE = 24_000
 
 
 def noisy_vits() -> list[Any]:
@@ -239,6 +261,129 @@ def csm() -> list[Any]:
     return [model, hf.CsmProcessor(extractor, tokenizer, chat_template=CSM_TEMPLATE)]
 
 
+def reloaded(name: str, codec: Any) -> Any:
+    """Return a codec that is loaded from a folder of its own, which a processor names."""
+    return type(codec).from_pretrained(saved(name, [codec]))
+
+
+def with_tokens(template: str, **names: str) -> tuple[Any, dict[str, int]]:
+    """Return a tokenizer with named tokens, and their ids by `NAME_id`."""
+    tokenizer = llama_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names.values()]})
+    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
+    tokenizer._set_model_specific_special_tokens(names)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    return tokenizer, ids
+
+
+def dia() -> list[Any]:
+    """Each of its nine codebooks is up to 15 steps late."""
+    codec = hf.DacConfig(
+        encoder_hidden_size=4, downsampling_ratios=[2, 2], decoder_hidden_size=16,
+        codebook_dim=4, sampling_rate=RATE,
+    )  # fmt: skip
+    sizes = {**SMALL, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 8}
+    cross = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "hidden_size": 32}
+    decoder = {f"cross_{name}": value for name, value in cross.items()}
+    model = hf.DiaForConditionalGeneration(
+        hf.DiaConfig(encoder_config=sizes, decoder_config={**sizes, **decoder})
+    )
+    model.generation_config.update(max_new_tokens=20, do_sample=True, guidance_scale=3.0)
+    extractor = hf.DiaFeatureExtractor(sampling_rate=RATE, hop_length=4)
+    codec_model = reloaded("dia-codec", hf.DacModel(codec))
+    return [model, hf.DiaProcessor(extractor, hf.DiaTokenizer(), codec_model)]
+
+
+def higgs_audio_v2() -> list[Any]:
+    pytest.importorskip("torchaudio")
+    sizes = {**SMALL, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    codec = hf.HiggsAudioV2TokenizerModel(
+        hf.HiggsAudioV2TokenizerConfig(
+            sample_rate=RATE, semantic_sample_rate=RATE, codebook_size=64, codebook_dim=8,
+            target_bandwidths=[1],
+            acoustic_model_config={"encoder_hidden_size": 4, "decoder_hidden_size": 16},
+            semantic_model_config={
+                **sizes, "conv_dim": [4] * 7, "num_conv_pos_embeddings": 4,
+                "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
+            },
+        )
+    )  # fmt: skip
+    for name, buffer in codec.named_buffers():
+        if name.endswith("embed"):  # zero by default
+            buffer.normal_()
+    tokenizer, ids = with_tokens(
+        HIGGS_TEMPLATE, audio_token="<|AUDIO_OUT|>", audio_bos_token="<|audio_out_bos|>",
+        audio_eos_token="<|audio_eos|>", audio_delay_token="<|delay|>",
+    )  # fmt: skip
+    del ids["audio_eos_token_id"]
+    ends = {"audio_stream_bos_id": 64, "audio_stream_eos_id": 65}
+    config = hf.HiggsAudioV2Config(
+        **SMALL, **IDS, **ids, **ends, vocab_size=len(tokenizer), num_key_value_heads=2, head_dim=8,
+        num_codebooks=codec.config.num_quantizers, codebook_size=66, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    model = hf.HiggsAudioV2ForConditionalGeneration(config)
+    model.generation_config.update(max_new_tokens=20, do_sample=True)
+    extractor = hf.DacFeatureExtractor(hop_length=1, sampling_rate=RATE)
+    processor = hf.HiggsAudioV2Processor(
+        extractor, tokenizer, reloaded("higgs-codec", codec), chat_template=HIGGS_TEMPLATE, **ends
+    )
+    return [model, processor]
+
+
+def pocket_tts(family: str = "PocketTTS", **more: Any) -> list[Any]:
+    """It samples latents of its codec, not tokens."""
+    tokenizer, ids = with_tokens(
+        POCKET_TEMPLATE, audio_prompt_token="<|voice|>", audio_latent_token="<|latent|>",
+        audio_prompt_bos_token="<|voice_bos|>", audio_bos_token="<|audio_bos|>",
+    )  # fmt: skip
+    codec = hf.PocketTTSAudioTokenizerConfig(
+        sampling_rate=RATE, hidden_size=16, num_filters=4, upsampling_ratios=[4, 4],
+        upsample_groups=16, num_hidden_layers=1, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=2, latent_stride=2, latent_dim=8, initializer_range=0.5,
+        layer_scale_initial_scale=1.0,
+    )  # fmt: skip
+    head = {"hidden_size": 16, "num_hidden_layers": 1, "latent_dim": 8, "condition_dim": 32}
+    config = getattr(hf, f"{family}Config")(
+        **SMALL, **ids, **more, vocab_size=len(tokenizer), latent_dim=8, pad_token_id=2,
+        flow_head_config=head,
+    )  # fmt: skip
+    model = getattr(hf, f"{family}ForConditionalGeneration")(config)
+    model.generation_config.update(do_sample=True, max_new_tokens=9, eos_threshold=99.0)
+    processor = hf.PocketTTSProcessor(
+        hf.PocketTTSFeatureExtractor(sampling_rate=RATE, frame_size=32, pad_to_multiple_of=32),
+        tokenizer,
+        reloaded("pocket-codec", hf.PocketTTSAudioTokenizerModel(codec)),
+        chat_template=POCKET_TEMPLATE,
+    )
+    return [model, processor]
+
+
+def vibevoice() -> list[Any]:
+    """It speaks as long as it may. Latents are sampled by a scheduler of diffusers."""
+    tokenizer, ids = with_tokens(
+        VIBEVOICE_TEMPLATE, audio_token="<|vision_pad|>", audio_bos_token="<|vision_start|>",
+        audio_eos_token="<|vision_end|>",
+    )  # fmt: skip
+    codec = {
+        "hidden_size": 8, "num_filters": 4, "downsampling_ratios": [4, 4], "depths": [1, 1, 1],
+        "layer_scale_init_value": 1.0, "initializer_range": 0.3,
+    }  # fmt: skip
+    text = {**SMALL, **IDS, "vocab_size": len(tokenizer), "num_key_value_heads": 2}
+    config = hf.VibeVoiceConfig(
+        audio_config=codec, semantic_model_config=codec, pad_token_id=2, eos_token_id=1, **ids,
+        text_config={"model_type": "qwen2", "max_position_embeddings": 256, **text},
+        diffusion_head_config={"num_hidden_layers": 1, "intermediate_size": 32},
+    )  # fmt: skip
+    model = hf.VibeVoiceForConditionalGeneration(config)
+    others = [1, ids["audio_bos_token_id"], ids["audio_eos_token_id"]]
+    model.generation_config.update(max_new_tokens=10, suppress_tokens=others, guidance_scale=1.3)
+    extractor = hf.VibeVoiceAcousticTokenizerFeatureExtractor(
+        sampling_rate=RATE, pad_to_multiple_of=16
+    )
+    return [model, hf.VibeVoiceProcessor(extractor, tokenizer, chat_template=VIBEVOICE_TEMPLATE)]
+
+
 def write_voices(folder: Path, *names: str) -> str:
     """Write a speaker embedding for each name; return the folder."""
     folder.mkdir(exist_ok=True)
@@ -256,5 +401,10 @@ tiny.BUILDERS.update(
         "bark": bark,
         "musicgen": musicgen,
         "csm": csm,
+        "dia": dia,
+        "higgs_audio_v2": higgs_audio_v2,
+        "pocket_tts": pocket_tts,
+        "gradium_phonon_tts": lambda: pocket_tts("GradiumPhononTTS", audio_prompt_dim=8),
+        "vibevoice": vibevoice,
     }
 )

@@ -38,7 +38,6 @@ MIXED = ["gemma4", "qwen2_5_omni_thinker"]  # they take images, too
 NOT_COMPARED = {
     "diffusion_gemma": "it does not generate token after token",
     "dots3_note": "the library's cache gives it other logits than its own forward",
-    "gemma3n": "its image encoder needs timm",
     "kyutai_speech_to_text": "its processor has no token for recordings",
     "qwen2_5_omni": "the thinker is served, not the whole with its talker",
     "qwen3_omni_moe": "the thinker is served, not the whole with its talker",

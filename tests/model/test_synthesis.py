@@ -1,14 +1,18 @@
 """Models that speak: the library's own audio for the same seed, or a refusal with its reason."""
 
 import logging
+import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from transformers.models.auto import modeling_auto
+from transformers.models.vibevoice import generation_vibevoice
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
@@ -17,6 +21,7 @@ from tests.tiny import folder, hf, saved
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.engines.pipeline.synthesis import RandomState, SynthesisRunner
+from worker.media.audio import Recording
 from worker.messages.protocol import CUT, NoOtherModels, PipelineInput
 from worker.messages.synthesis import SpeechInput
 from worker.model.loading import LoadingFailed
@@ -30,8 +35,33 @@ VOICES: dict[str, tuple[str, ...]] = {
     "bark": (),
     "musicgen": (),
     "csm": (),
+    "dia": (),
     "fastspeech2-rated": ("0", "1"),
+    "fastspeech2-vocoder": ("0", "1"),
 }
+# Prompts of models that take conversations: before the text, or before a voice and the text; the
+# part of a voice; and behind the text.
+SYSTEM = "<|system|>Generate audio following instruction.</s><|user|>"
+HIGGS_VOICE = "hello there</s><|assistant|><|audio_out_bos|><|AUDIO_OUT|><|audio_eos|></s><|user|>"
+VIBEVOICE = " Speaker 0:<|vision_start|><|vision_pad|><|vision_end|>"
+PROMPTS = {
+    "csm": ("", "[0]hello there<|AUDIO|><|audio_eos|>", "[0]", ""),
+    "gradium_phonon_tts": ("", "<|voice_bos|><|voice|>", "", "<|audio_bos|>"),
+    "higgs_audio_v2": (SYSTEM, HIGGS_VOICE, "", "</s><|assistant|><|audio_out_bos|>"),
+    "pocket_tts": ("", "<|voice_bos|><|voice|>", "", "<|audio_bos|>"),
+    "vibevoice": ("", VIBEVOICE, " Text input: Speaker 0: ", " Speech output:<|vision_start|>"),
+}
+# Families of the library that have no tiny model of their name above.
+OTHERS = {
+    "fastspeech2_conformer": "compared as fastspeech2-vocoder",
+    "fastspeech2_conformer_with_hifigan": "compared as fastspeech2-rated",
+    "musicgen_melody": "its processor needs torchaudio",
+    "qwen2_5_omni": "refused: it answers a text instead of speaking it",
+    "qwen3_omni_moe": "refused: it answers a text instead of speaking it",
+    "seamless_m4t": "refused: generate needs a target language",
+    "seamless_m4t_v2": "refused: generate needs a target language",
+}
+UNMAPPED = {"dia"}  # the library's pipeline knows it by a mapping of other models, too
 
 
 def rated_fastspeech2() -> list[Any]:
@@ -41,7 +71,35 @@ def rated_fastspeech2() -> list[Any]:
     return [model, tokenizer]
 
 
+def fastspeech2_with_vocoder() -> list[Any]:
+    """The model without its vocoder, beside one of SpeechT5."""
+    model, tokenizer = tiny.BUILDERS["fastspeech2"]()
+    return [model.model, tokenizer, tiny_speech.InFolder(tiny_speech.vocoder(16), "vocoder")]
+
+
 tiny.BUILDERS["fastspeech2-rated"] = rated_fastspeech2
+tiny.BUILDERS["fastspeech2-vocoder"] = fastspeech2_with_vocoder
+
+
+class Scheduler:
+    """Takes even steps, by the interface of diffusers' schedulers."""
+
+    def __init__(self, **_: object) -> None:
+        self.timesteps = torch.empty(0)
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        self.timesteps = torch.arange(num_inference_steps, 0, -1)
+
+    def step(self, velocity: Any, _: object, latents: Any) -> SimpleNamespace:
+        return SimpleNamespace(prev_sample=latents - velocity / len(self.timesteps))
+
+
+@pytest.fixture(autouse=True)
+def diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, which VibeVoice needs for nothing but its scheduler."""
+    package: Any = SimpleNamespace(DPMSolverMultistepScheduler=Scheduler)
+    monkeypatch.setitem(sys.modules, "diffusers", package)
+    monkeypatch.setattr(generation_vibevoice, "is_diffusers_available", lambda: True)
 
 
 @pytest.fixture(scope="session")
@@ -196,33 +254,110 @@ def test_a_preset_of_the_processor_is_a_voice(voices: str) -> None:
     assert not np.array_equal(speak(run, seed=2), expected)
 
 
-def test_a_recording_is_a_voice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The prompt is a turn with the recording and its transcript, then one with the sentence."""
-    rng = np.random.default_rng(0)
-    for name, rate in (("ann.wav", 24_000), ("bob.FLAC", 8_000)):
-        soundfile.write(tmp_path / name, rng.integers(-9000, 9000, rate // 2, np.int16), rate)
-    (tmp_path / "ann.txt").write_text("hello there\n")
-    (tmp_path / "broken.wav").write_bytes(b"RIFF")
-    soundfile.write(tmp_path / "long.wav", np.zeros(21 * 8_000, np.int16), 8_000)
-    run = runner(folder("csm"), str(tmp_path))
-    assert run.info.voices == ("ann", "bob")
-    assert "voice left out" in caplog.text
-    assert "at most 20 seconds" in caplog.text
-    said = run.voices["ann"].turns[0]["content"]
-    assert said[0]["text"] == "hello there"
-    library: Any = hf.AutoProcessor.from_pretrained(folder("csm"))
-    samples = soundfile.read(tmp_path / "ann.wav", dtype="float32")[0]
-    np.testing.assert_array_equal(said[1]["audio"], samples)
-    inputs = library(
-        text=f"[0]hello there<|AUDIO|><|audio_eos|>[0]{TEXT}", audio=[samples],
-        add_special_tokens=False, return_tensors="pt",
-    )  # fmt: skip
-    torch.manual_seed(4)
-    expected = run.pipe.model.generate(**inputs, output_audio=True)[0]
-    np.testing.assert_array_equal(speak(run, seed=4, voice="ann"), expected.numpy())
-    assert not np.array_equal(speak(run, seed=4, voice="bob"), expected.numpy())
+def test_every_family_of_the_library_that_speaks_is_listed() -> None:
+    """One that a new version adds is compared here, or listed with the reason."""
+    mappings = (
+        modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES,
+    )
+    found = {name for mapping in mappings for name in mapping}
+    assert found <= {*VOICES, *PROMPTS, *OTHERS}
+    assert {*OTHERS} <= found
+    assert {"vits", "speecht5", "bark", "musicgen", *PROMPTS} <= found
+
+
+@pytest.fixture(scope="session")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """VOICES_DIR with a recording and its transcript."""
+    path = tmp_path_factory.mktemp("recordings")
+    samples = np.random.default_rng(0).integers(-9000, 9000, tiny_speech.RATE // 8, np.int16)
+    soundfile.write(path / "ann.wav", samples, tiny_speech.RATE)
+    (path / "ann.txt").write_text("hello there\n")
+    return path
+
+
+def generated(name: str, prompt: str, audio: list[Any] | None, seed: int) -> Any:
+    """Return the audio of the library's processor and model for a prompt."""
+    library = hf.AutoProcessor.from_pretrained(folder(name))
+    model = hf.AutoModelForTextToWaveform.from_pretrained(folder(name), dtype=torch.float32)
+    inputs = library(text=prompt, audio=audio, add_special_tokens=False, return_tensors="pt")
+    torch.manual_seed(seed)
+    given = {"output_audio": True} if name == "csm" else {}
+    output = model.generate(**inputs, **given, return_dict_in_generate=True)
+    if "audio_latents" in output:
+        [audio] = library.decode(output.audio_latents, output.audio_latents_mask)
+    elif "audio_sequences" in output:
+        audio = library.decode(output.audio_sequences)
+    else:
+        [audio] = output.audio
+    return np.squeeze(audio.numpy())
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_conversation_is_spoken_as_by_the_library(name: str, voices: str) -> None:
+    start, _, before, after = PROMPTS[name]
+    run = runner(folder(name), voices)
+    expected = generated(name, f"{start}{before}{TEXT}{after}", None, 4)
+    assert len(expected) > 100
+    np.testing.assert_array_equal(speak(run, seed=4), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in PROMPTS if name != "gradium_phonon_tts"])
+def test_a_recording_is_a_voice(name: str, recordings: Path) -> None:
+    """The prompt has the recording, with its transcript before it where one is not spoken, and the
+    text."""
+    run = runner(folder(name), str(recordings))
+    assert run.info.voices == ("ann",)
+    rate = run.pipe.processor.feature_extractor.sampling_rate
+    with Recording(str(recordings / "ann.wav"), rate, 1.0) as opened:
+        samples = opened.read()
+    expected = generated(
+        name, TEXT.join(("".join(PROMPTS[name][:3]), PROMPTS[name][3])), [samples], 4
+    )
+    np.testing.assert_array_equal(speak(run, seed=4), expected)
+    token = run.pipe.processor.audio_token
     with pytest.raises(InvalidInput, match="does not take the text"):
-        speak(run, "<|AUDIO|>", voice="ann")
+        speak(run, token)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("csm", "MimiModel"), ("pocket_tts", "PocketTTSAudioTokenizerModel")]
+)
+def test_a_voice_is_encoded_once(
+    name: str, codec: str, recordings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, calls = getattr(hf, codec).encode, list[tuple[Any, ...]]()
+
+    def counted(*values: Any, **named: Any) -> Any:
+        calls.append(values)
+        return encode(*values, **named)
+
+    monkeypatch.setattr(getattr(hf, codec), "encode", counted)
+    run = runner.__wrapped__(folder(name), str(recordings))
+    speak(run, seed=1)
+    speak(run, "another text", seed=1)
+    assert len(calls) == 1
+
+
+def test_files_that_are_no_recording_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in (("ann.wav", 1), ("bob.FLAC", 1), ("long.wav", 21)):
+        soundfile.write(tmp_path / name, np.zeros(seconds * 8_000, np.int16), 8_000)
+    (tmp_path / "broken.wav").write_bytes(b"RIFF")
+    assert runner(folder("csm"), str(tmp_path)).info.voices == ("ann", "bob")
+    assert caplog.text.count("voice left out") == 2
+    assert "at most 20 seconds" in caplog.text
+
+
+def test_a_model_that_answers_a_text_is_refused(
+    voices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Qwen's Omni models: tokens of the answer come before its audio."""
+    answer = torch.tensor([[5, 6]]), torch.zeros(100)
+    monkeypatch.setattr(hf.DiaForConditionalGeneration, "generate", lambda *_, **__: answer)
+    with pytest.raises(LoadingFailed, match="it answers a text instead of speaking it"):
+        runner.__wrapped__(folder("dia"), voices)
 
 
 @pytest.mark.parametrize("voice", ["../ann", "/etc/passwd", "ann.npy", "repo_or_path", "", "\0"])

@@ -180,7 +180,7 @@ def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineR
 def new_synthesis_runner(runner: SynthesisRunner, options: PipelineOptions) -> SynthesisRunner:
     """Return the runner with its voices. Raises LoadingFailed if the model does not run so."""
     pipe = runner.pipe
-    runner.voices = find_voices(pipe, options.voices_dir)
+    runner.voices = find_voices(pipe, options.voices_dir, runner.layout)
     runner.info = replace(runner.info, voices=tuple(runner.voices))
     try:
         if pipe.sampling_rate is None:

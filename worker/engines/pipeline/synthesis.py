@@ -7,10 +7,11 @@ presets of its processor, a recording as context, a rate of speech. The random n
 with a seed are its own, also where other models run at a yield point of its forward pass.
 """
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,9 @@ from worker.model.loading import Pipe
 
 log = logging.getLogger("onequeue.speech")
 
-Message = Mapping[str, Any]
+Json = Mapping[str, Any]
+# From a text and a voice, which is a transcript and a recording or nothing, to a conversation.
+Layout = Callable[[Json, Sequence[Json]], list[Json]]
 RECORDINGS = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".m4a", ".webm")  # endings
 # Arguments of a forward pass or `generate`.
 SPEAKERS = ("speaker_id", "speaker_ids")
@@ -45,23 +48,76 @@ EMBEDDING_SIZES = {  # with the setting of the embedding's size
     "speaker_embeddings": "speaker_embedding_dim",
     "speaker_embedding": "speaker_embed_dim",
 }
+# Outputs of `generate` that a processor decodes; the library's pipeline takes the text's tokens.
+CODES = ("audio_latents", "audio_latents_mask", "audio_sequences")
 RATE = "speaking_rate"
 MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
 MAX_SAMPLE = 32767
-MAX_VOICE_S = 20.0  # of a recording: its encoder runs for each sentence
+MAX_VOICE_S = 20.0  # of a recording
 MAX_CHARS = 1000  # of a text: attention is computed over all of it at once
 
 
+def text_part(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+def turn(role: str, *parts: Json) -> Json:
+    return {"role": role, "content": [*parts]}
+
+
+INSTRUCTION = turn("system", text_part("Generate audio following instruction."))
+# Conversations by which chat templates show a text and a voice: see find_layout.
+LAYOUTS: Sequence[Layout] = (
+    lambda text, voice: [*([turn("0", *voice)] if voice else ()), turn("0", text)],  # CSM
+    lambda text, voice: [turn("0", *voice[1:], text)],  # VibeVoice
+    lambda text, voice: [turn("user", *voice[1:], text)],  # Pocket TTS
+    lambda text, voice: [
+        INSTRUCTION, *map(turn, ("user", "assistant"), voice), turn("user", text)
+    ],  # Higgs Audio
+)  # fmt: skip
+
+
 class Voice(NamedTuple):
-    """`turns`: of a conversation, before the text."""
+    """`recording`: with its transcript, as a Layout takes it."""
 
     preprocess: Mapping[str, Any]  # arguments, as the next
     forward: Mapping[str, Any]
-    turns: Sequence[Message] = ()
+    recording: Sequence[Json] = ()
 
 
-def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
+def find_layout(pipe: Pipe) -> Layout | None:
+    """Return the layout that the processor's chat template shows in full, with a transcript before
+    its recording: behind it, it would be spoken. None for a processor that takes plain text."""
+    said, text = "This was said before.", "Speak this."
+    audio = getattr(pipe.processor, "audio_token", None)
+    for layout in LAYOUTS if audio and pipe.processor.chat_template else ():
+        with suppress(Exception):  # of a template
+            shown = pipe.processor.apply_chat_template(
+                layout(text_part(text), (text_part(said), {"type": "audio"})),
+                tokenize=False, add_generation_prompt=True,
+            )  # fmt: skip
+            if shown.find(said) < shown.index(audio) < shown.index(text):
+                return layout
+    return None
+
+
+def encode_once(codec: Any) -> None:
+    """Let a codec keep what it encodes: recordings of voices, as part of each sentence's prompt."""
+    encode, kept = codec.encode, dict[bytes, Any]()
+
+    def encode_kept(*values: torch.Tensor, **named: torch.Tensor) -> Any:
+        digest = hashlib.blake2b()
+        for tensor in (*values, *named.values()):
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+        if (key := digest.digest()) not in kept:
+            kept[key] = encode(*values, **named)
+        return kept[key]
+
+    codec.encode = encode_kept
+
+
+def find_voices(pipe: Pipe, folder: str, layout: Layout | None) -> dict[str, Voice]:
     """Return the voices of a model by name; none if it takes no choice. `folder`: VOICES_DIR."""
     presets = getattr(pipe.processor, "available_voice_presets", None) or ()
     voices = {name: Voice({"voice_preset": name}, {}) for name in sorted(presets)}
@@ -73,8 +129,8 @@ def find_voices(pipe: Pipe, folder: str) -> dict[str, Voice]:
             voices |= read_voices(
                 folder, (".npy",), partial(embedded_voice, name, size, pipe.dtype)
             )
-    if getattr(pipe.processor, "chat_template", None) and hasattr(pipe.processor, "audio_token"):
-        voices |= read_voices(folder, RECORDINGS, partial(recorded_voice, pipe))
+    if layout:
+        voices |= read_voices(folder, RECORDINGS, partial(recorded_voice, pipe, layout))
     return voices
 
 
@@ -93,32 +149,24 @@ def read_voices(
     return voices
 
 
-def recorded_voice(pipe: Pipe, file: Path) -> Voice:
-    """Return a voice whose context is a turn with a recording and its transcript, which is in the
-    file of the same name that ends in .txt. Raises errors of the processor."""
+def recorded_voice(pipe: Pipe, layout: Layout, file: Path) -> Voice:
+    """Return the voice of a recording, whose transcript is in the file of the same name that ends
+    in .txt. Raises errors of the processor."""
     with Recording(
         str(file), pipe.processor.feature_extractor.sampling_rate, MAX_VOICE_S
     ) as opened:
         samples = opened.read()
     said = file.with_suffix(".txt")
     text = said.read_text()[:MAX_CHARS].strip() if said.is_file() else ""
-    turn = spoken_turn(text)
-    voice = Voice(
-        {}, {}, [{**turn, "content": [*turn["content"], {"type": "audio", "audio": samples}]}]
-    )
-    pipe.preprocess(conversation(voice, "a"))
+    voice = Voice({}, {}, (text_part(text), {"type": "audio", "audio": samples}))
+    preprocess(pipe, layout, "a", voice)
     return voice
 
 
-def conversation(voice: Voice, text: str) -> Conversation:
-    """Return the turns of a voice and the text, as the pipeline takes them."""
-    messages: Any = [*voice.turns, spoken_turn(text)]  # annotated as a single one
-    return Conversation(messages)
-
-
-def spoken_turn(text: str) -> Message:
-    """Return what a speaker says, as part of a conversation."""
-    return {"role": "0", "content": [{"type": "text", "text": text}]}
+def preprocess(pipe: Pipe, layout: Layout, text: str, voice: Voice) -> Any:
+    """Return the model's inputs for a text in a voice. Raises errors of the processor."""
+    messages: Any = layout(text_part(text), voice.recording)  # annotated as a single one
+    return pipe.preprocess(Conversation(messages), processor_kwargs={"return_tensors": "pt"})
 
 
 def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
@@ -178,8 +226,13 @@ class SynthesisRunner(PipelineRunner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pipe.vocoder is None and not self.pipe.model.can_generate():
-            self.pipe.model.register_forward_hook(take_waveform)
+        pipe = self.pipe
+        self.layout = find_layout(pipe)
+        if pipe.vocoder is None and not pipe.model.can_generate():
+            pipe.model.register_forward_hook(take_waveform)
+        for holder, name in ((pipe.model, "codec_model"), (pipe.processor, "audio_tokenizer")):
+            if codec := getattr(holder, name, None):
+                encode_once(codec)
 
     # ── pool threads ──
 
@@ -213,17 +266,19 @@ class SynthesisRunner(PipelineRunner):
                 reason = f"speed is {speed:g}; the model speaks at speed 1 only"
                 raise InvalidInput(reason, "parameters.speed")
             forward[RATE] = speed * pipe.model.speaking_rate
-        if voice.turns:
-            inputs, options = conversation(voice, inputs), {}
         try:
-            chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
+            if self.layout:
+                chunks = [preprocess(pipe, self.layout, inputs, voice)]
+            else:
+                chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
         except ValueError as error:  # of a processor: tokens that stand for audio
             raise InvalidInput(
                 f"the model does not take the text: {first_line(error)}", "inputs"
             ) from error
         stages = {"forward_params": forward, "generate_kwargs": {}}
         prepared = PreparedInput(chunks, stages, {}, seed=parameters.get("seed"))
-        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, limits.TRUNCATION_HINT)
+        hint = "" if self.layout else limits.TRUNCATION_HINT
+        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, hint)
         return prepared
 
     def _voice(self, name: str) -> Voice:
@@ -271,4 +326,9 @@ class SynthesisRunner(PipelineRunner):
         """Return the audio of one sentence. A codec, which is a part of the pipeline's
         postprocessing, runs here too."""
         [row] = rows
-        return [self.pipe.postprocess(self.pipe.forward(row, **parameters))]
+        output = self.pipe.forward(row, **parameters)
+        if isinstance(output, tuple) and not output[0].is_floating_point():
+            raise ValueError("it answers a text instead of speaking it")
+        if codes := [output[name] for name in CODES if isinstance(output, dict) and name in output]:
+            output = {"audio": self.pipe.processor.decode(*codes)}
+        return [self.pipe.postprocess(output)]
