@@ -60,15 +60,6 @@ def text_of(response: httpx.Response) -> str:
 # ── before the first token: real status codes ──
 
 
-@PATHS
-@STREAM
-def test_an_item_that_fails_at_once_is_a_500(path: str, stream: bool) -> None:
-    with serving_fake() as (server, _):
-        answer = ask(server, path, "bad", stream=stream)
-        assert answer.status_code == 500
-        assert error_of(answer)["code"] == "item_failed"
-
-
 def test_everything_is_a_503_while_loading() -> None:
     gate = threading.Event()
 
@@ -137,22 +128,6 @@ def test_a_stream_that_waits_opens_with_comments(path: str, text: str) -> None:
 
 
 # ── after the first token ──
-
-
-@CHATS
-def test_later_failure_is_sent_in_one_event(path: str) -> None:
-    with serving_fake() as (server, _):
-        answer = ask(server, path, "bad later", stream=True)
-        assert answer.status_code == 200
-        data = frames(answer.text)
-        assert data[-1] == "[DONE]"
-        error = json.loads(data[-2])
-        assert set(error) == {"error"}
-        assert set(error["error"]) == {"message", "type", "param", "code"}
-        assert error["error"]["code"] == "item_failed"
-        assert not any("error" in frame for frame in data[:-2])
-        assert metric(server, 'onequeue_errors_total{kind="item_failed",model="fake"}') == 1
-        assert ask(server, path, "bad later", max_tokens=50).status_code == 500
 
 
 @STREAM
