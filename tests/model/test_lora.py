@@ -89,7 +89,7 @@ def test_rows_with_adapters_are_as_of_the_merged_models(name: str, tmp_path: Pat
     items = [with_adapter(request(rows[row], max_tokens=TOKENS), adapters[n]) for row, n in mixed]
     served, driver = serve(generator, items, seed=4)
     assert outputs(served) == [wanted[n][row] for row, n in mixed]
-    # prefixes of the first part, each of its own adapter; a state is cached where a prompt has ended
+    # prefixes of the first part, each of its own adapter; states are cached at ends of prompts
     assert driver.total("cached_tokens") or runner_of(generator).language.recurrent
 
 
