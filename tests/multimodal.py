@@ -1,4 +1,4 @@
-"""Requests with images for tiny vision-language models, with `generate` as their reference."""
+"""Requests with images and recordings for tiny models, with `generate` as their reference."""
 
 import inspect
 import io
@@ -18,7 +18,7 @@ from worker.device.self_check import CannotRun
 from worker.engines.generation import loading
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator, paged_engine
-from worker.messages.generation import Chat, GenerationInput, MediaInput, Stopping
+from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaKind, Stopping
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner, StateSlots
@@ -37,31 +37,22 @@ def png(seed: int, width: int = 64, height: int = 48) -> bytes:
     return file.getvalue()
 
 
-def request(
-    *parts: str | bytes,
-    max_tokens: int = OUTPUT_TOKENS,
-    n: int = 1,
-    prompt_logprobs: int | None = None,
-    cache_namespace: bytes = b"",
-) -> Request:
-    """A message of texts and images."""
+def kind_of(file: bytes) -> MediaKind:
+    return "image" if file.startswith(b"\x89PNG") else "audio"
+
+
+def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> Request:
+    """A message of texts, images and recordings."""
     content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
         for part in parts
     ]
     files = [part for part in parts if isinstance(part, bytes)]
-    images = tuple(MediaInput(file, "auto", "messages[0].content") for file in files)
-    chat = Chat(({"role": "user", "content": content},), media=images)
+    at = "messages[0].content"
+    media = tuple(MediaInput(file, "auto", at, kind=kind_of(file)) for file in files)
+    chat = Chat(({"role": "user", "content": content},), media=media)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
-    payload = GenerationInput(
-        chat,
-        GREEDY,
-        stopping,
-        n=n,
-        prompt_logprobs=prompt_logprobs,
-        cache_namespace=cache_namespace,
-    )
-    return WorkItem(payload, float("inf"), 0.0)
+    return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
 
 
 @cache

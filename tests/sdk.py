@@ -5,12 +5,17 @@ where it is constrained.
 """
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import openai
+import pytest
 from pydantic import BaseModel, Field
 
 from tests import tiny_chat
@@ -83,3 +88,16 @@ def connect(**settings: Any) -> Iterator[Sdk]:
         with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
             [model] = client.models.list()
             yield Sdk(client, model.id, url)
+
+
+def run_node(script: str, **environment: str) -> Any:
+    """Return the JSON that a script of tests/node prints. Skip the test without its packages."""
+    node, folder = shutil.which("node"), Path(__file__).parent / "node"
+    if node is None or not (folder / "node_modules" / "openai").is_dir():
+        pytest.skip("no Node SDK here")
+    environment = os.environ | environment
+    done = subprocess.run(
+        [node, folder / script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -3,6 +3,7 @@
 Its outputs mean nothing. Its tokenizer has no response template.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.tiny import for_tokenizer, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator, paged_engine
+from worker.messages.deltas import Delta
 from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
@@ -125,3 +127,14 @@ def asking(
         **fields,
     )
     return WorkItem(payload, float("inf"), 0.0)
+
+
+def calls_of(delta: Delta) -> list[tuple[str, Any]]:
+    """Return the names and the arguments of a choice's calls."""
+    calls: list[tuple[str, str]] = []
+    for part in delta.parts:
+        if part.kind == "call" and part.name is not None:
+            calls.append((part.name, part.text))
+        elif part.kind == "call":
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return [(name, json.loads(arguments)) for name, arguments in calls]

@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types import Batch, BatchUsage
+from openai.types import Batch, BatchError, BatchUsage
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from batching.errors import QueueFull
@@ -57,11 +57,13 @@ class Client:
     def upload(self, content: bytes, **more: Any) -> str:
         return self.sdk.files.create(file=("in.jsonl", content), purpose="batch", **more).id
 
-    def create(self, content: bytes, endpoint: Any = CHAT, **more: Any) -> str:
-        input_file_id = self.upload(content)
+    def start(self, input_file_id: str, endpoint: Any = CHAT, **more: Any) -> str:
         return self.sdk.batches.create(
             input_file_id=input_file_id, endpoint=endpoint, completion_window="24h", **more
         ).id
+
+    def create(self, content: bytes, endpoint: Any = CHAT, **more: Any) -> str:
+        return self.start(self.upload(content), endpoint, **more)
 
     def get(self, id: str) -> Batch:
         batch = self.sdk.batches.retrieve(id)
@@ -84,6 +86,12 @@ class Client:
         by_id = {line["custom_id"]: line for line in lines}
         assert len(by_id) == len(lines)
         return by_id
+
+
+def error_of(batch: Batch) -> BatchError:
+    assert batch.errors
+    assert batch.errors.data
+    return batch.errors.data[0]
 
 
 def usage_of(results: dict[str, Any]) -> BatchUsage:
@@ -312,9 +320,7 @@ def test_a_wrong_input_file_fails_the_batch(
     assert batch.status == "failed"
     assert batch.failed_at
     assert batch.output_file_id is batch.error_file_id is None
-    assert batch.errors is not None
-    assert batch.errors.data
-    error = batch.errors.data[0]
+    error = error_of(batch)
     assert (error.code, error.line, error.param) == (code, line, param)
     assert error.message
 
@@ -529,9 +535,7 @@ def test_an_input_file_waits_for_the_memory_of_bodies(
     input_file_id = client.upload(GOOD + b" " * 2000)
     monkeypatch.setattr(memory, "take", take_and_note)
     memory.hold(transfer, memory.limit - 1000)  # for the request that creates the batch
-    id = client.sdk.batches.create(
-        input_file_id=input_file_id, endpoint=CHAT, completion_window="24h"
-    ).id
+    id = client.start(input_file_id)
     assert refused.wait(60)
     assert client.get(id).status == "validating"
     memory.release(transfer)
@@ -553,9 +557,7 @@ def test_a_key_finds_neither_files_nor_batches_of_another(server: Server, client
             look_up(id)
     assert id not in [found.id for found in other.sdk.batches.list()]
     with pytest.raises(openai.NotFoundError):
-        other.sdk.batches.create(
-            input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
-        )
+        other.start(batch.input_file_id)
     assert [found.id for found in client.sdk.batches.list(limit=1).data] == [id]
 
 
@@ -723,9 +725,7 @@ def test_a_batch_whose_key_is_gone_does_not_run(server_databases: Databases) -> 
     with started(server_databases, generator) as server:
         [batch] = Client(server).sdk.batches.list().data
         assert batch.status == "failed"
-        assert batch.errors
-        assert batch.errors.data
-        assert batch.errors.data[0].code == "invalid_api_key"
+        assert error_of(batch).code == "invalid_api_key"
     assert generator.payloads == []
 
 
@@ -746,9 +746,7 @@ def test_a_batch_that_only_crashes_fails(server_databases: Databases) -> None:
                 continue
             batch = Client(server).wait(id)
             assert batch.status == "failed"
-            assert batch.errors
-            assert batch.errors.data
-            assert batch.errors.data[0].code == "server_error"
+            assert error_of(batch).code == "server_error"
             assert generator.payloads == []
             assert [*Client(server).results(batch.output_file_id)] == ["a"]
 
@@ -760,14 +758,10 @@ def test_a_batch_without_its_model_fails(server_databases: Databases) -> None:
     only = {"chat_model": "none", "embedding_model": "demo", "pipeline_model": "none"}
     with serving(api_keys=("one",), **server_databases.settings, **only) as server:  # type: ignore[arg-type]
         batch = Client(server).wait(id)
-        assert batch.errors
-        assert batch.errors.data
-        assert batch.errors.data[0].code == "model_not_found"
+        assert error_of(batch).code == "model_not_found"
         input_file_id = Client(server).upload(GOOD)
         with pytest.raises(openai.BadRequestError, match="it needs CHAT_MODEL"):
-            Client(server).sdk.batches.create(
-                input_file_id=input_file_id, endpoint=CHAT, completion_window="24h"
-            )
+            Client(server).start(input_file_id)
 
 
 def test_a_failing_disk_delays_a_batch(
@@ -808,12 +802,11 @@ def test_a_failing_disk_refuses_requests_for_a_time(
             raise OSError(28, "No space left on device")
 
         calls: list[tuple[str, Any, Any]] = [
-            ("create", fail, lambda: client.sdk.batches.create(
-                input_file_id=file, endpoint=CHAT, completion_window="24h")),
+            ("create", fail, lambda: client.start(file)),
             ("add_file", full, lambda: client.upload(GOOD)),
             ("delete_file", full, lambda: client.sdk.files.delete(file)),
             ("cancel", fail, lambda: client.sdk.batches.cancel(id)),
-        ]  # fmt: skip
+        ]
         for name, failure, call in calls:
             with monkeypatch.context() as patch:
                 patch.setattr(store.BatchStore, name, failure)
@@ -858,9 +851,7 @@ def test_a_full_folder_refuses_uploads_and_ends_batches(server_databases: Databa
         lines = [chat_line(f"line {n}", "say " + "x" * 1000) for n in range(60)]
         batch = client.wait(client.create(jsonl(lines)))
         assert batch.status == "failed"
-        assert batch.errors
-        assert batch.errors.data
-        assert batch.errors.data[0].code == "storage_full"
+        assert error_of(batch).code == "storage_full"
         assert batch.request_counts
         assert len(client.results(batch.output_file_id)) == batch.request_counts.completed
         with pytest.raises(openai.APIStatusError) as error:

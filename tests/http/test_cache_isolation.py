@@ -42,10 +42,18 @@ def folder() -> str:
     return str(tiny_chat.folder())
 
 
-@pytest.fixture
-def keyed(folder: str) -> Iterator[Server]:
-    with _serving(folder, api_keys=("one", "two")) as running:
+@pytest.fixture(scope="module")
+def shared(folder: str) -> Iterator[Server]:
+    with _serving(folder, api_keys=("one", "two"), admin_keys=("admin",)) as running:
         yield running
+
+
+@pytest.fixture
+def keyed(shared: Server) -> Server:
+    """A server without cached prefixes."""
+    headers = {"x-api-key": "admin"}
+    assert httpx.post(shared.url + "/reset_prefix_cache", headers=headers).status_code == 200
+    return shared
 
 
 def _serving(folder: str, **settings: Any) -> Any:

@@ -27,12 +27,16 @@ STATE = "I was charged twice for my order and want my money back, please. " * 3
 ASKED = {"state": STATE, "questions": QUESTIONS}
 
 
+def serving_decisions(chat_model: Path | str, pipeline_model: Path, **more: Any) -> Any:
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off", **more}
+    settings |= {"chat_model": str(chat_model), "pipeline_model": str(pipeline_model)}
+    return serving(pipeline_task="decision", **settings)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    folder = str(tiny_decisions.folder())
-    settings: dict[str, Any] = {"chat_model": folder, "pipeline_model": folder}
-    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
-    with serving(pipeline_task="decision", **settings) as started:
+    folder = tiny_decisions.folder()
+    with serving_decisions(folder, folder) as started:
         yield started
 
 
@@ -89,35 +93,31 @@ def test_deeply_nested_state_is_accepted(server: Server) -> None:
 
 
 def test_model_is_loaded_for_decisions_without_a_chat_model(server: Server) -> None:
-    folder = str(tiny_decisions.folder())
-    settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
-    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
-    with serving(pipeline_task="decision", **settings) as alone:
+    folder = tiny_decisions.folder()
+    with serving_decisions("none", folder) as alone:
         assert set(alone.worker_client.models) == {"pipeline"}
         answer, expected = (
             post(target, "/", {"inputs": ASKED}).json() for target in (alone, server)
         )
         assert_close(answer, expected)
         status = CLIENT.get(alone.url + "/ready").json()
-        assert status["model"] == Path(folder).name
+        assert status["model"] == folder.name
         assert "chat_model" not in status
         for path in ("/v1/chat/completions", "/v1/systemone"):
             assert post(alone, path, {}).status_code == 404
 
 
 def test_model_is_loaded_beside_another_chat_model(server: Server, tmp_path: Path) -> None:
-    folder, other = str(tiny_decisions.folder()), tmp_path / "other"
+    folder, other = tiny_decisions.folder(), tmp_path / "other"
     shutil.copytree(folder, other)
-    settings: dict[str, Any] = {"chat_model": str(other), "pipeline_model": folder}
-    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
-    with serving(pipeline_task="decision", **settings) as both:
+    with serving_decisions(other, folder) as both:
         assert set(both.worker_client.models) == {"pipeline", "generation"}
         answer, expected = (
             post(target, "/", {"inputs": ASKED}).json() for target in (both, server)
         )
         assert_close(answer, expected)
         status = CLIENT.get(both.url + "/ready").json()
-        assert (status["model"], status["task"]) == (Path(folder).name, "decision")
+        assert (status["model"], status["task"]) == (folder.name, "decision")
         assert status["chat_model"] == other.name
         before = tokens(both)
         assert post(both, "/v1/systemone", ASKED).status_code == 200
@@ -155,11 +155,9 @@ def test_unusable_decision_config_ends_the_start(content: str | None, tmp_path: 
 
 
 def test_images_are_taken_by_both_endpoints() -> None:
-    folder = str(tiny_multimodal.folder("gemma3"))
-    settings: dict[str, Any] = {"chat_model": folder, "pipeline_model": folder}
-    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    folder = tiny_multimodal.folder("gemma3")
     body = {"state": PHOTO, "questions": ON_IMAGES, "assets": ASSETS}
-    with serving(pipeline_task="decision", max_image_mp=1, **settings) as seeing:
+    with serving_decisions(folder, folder, max_image_mp=1) as seeing:
         named = post(seeing, "/v1/systemone", body)
         assert named.status_code == 200, named.text
         assert_close(post(seeing, "/", {"inputs": body}).json(), named.json()["answers"])

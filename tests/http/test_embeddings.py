@@ -2,8 +2,6 @@
 
 import base64
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +19,7 @@ from server.apis.openai.embedding.embeddings import EmbeddingRequest
 from tests.event_streams import CLIENT, post
 from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
-from tests.process.test_sdk_node import FOLDER, NODE
+from tests.sdk import run_node
 from tests.serving import Server, serving, wait_until
 from worker.messages.scoring import MAX_PART_INPUTS, EmbeddingOutput, PartSize, split_parts
 from worker.text import long_text
@@ -357,19 +355,9 @@ def test_openai_sdk_requests_base64_and_returns_floats(server: Server) -> None:
             client.embeddings.create(model="demo", input="a", dimensions=1000)
 
 
-@pytest.mark.skipif(
-    NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
-)
 def test_openais_node_sdk(server: Server) -> None:
-    assert NODE is not None
-    done = subprocess.run(
-        [NODE, FOLDER / "embeddings.mjs"],
-        env=os.environ | {"URL": server.url + "/v1", "TEXTS": json.dumps(FACTS)},
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    np.testing.assert_allclose(json.loads(done.stdout), vectors(server, FACTS), atol=1e-6)
+    found = run_node("embeddings.mjs", URL=server.url + "/v1", TEXTS=json.dumps(FACTS))
+    np.testing.assert_allclose(found, vectors(server, FACTS), atol=1e-6)
 
 
 def test_hugging_faces_client_extracts_features(

@@ -148,14 +148,6 @@ def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> Non
         assert metric(server, 'onequeue_errors_total{kind="deadline_exceeded",model="fake"}') == 2
 
 
-def test_the_header_may_only_shorten_the_time_limit() -> None:
-    runner = FakeRunner()
-    with serving(lambda: runner, request_timeout_s=0.2) as server:
-        runner.gate.clear()
-        assert post(server.url, "x", **{"X-Request-Timeout-Ms": "60000"}).status_code == 504
-        runner.gate.set()
-
-
 def test_a_stuck_worker_makes_health_503_and_all_requests_are_answered() -> None:
     runner = FakeRunner()
     with serving(lambda: runner, stuck_after_s=30) as server, ThreadPoolExecutor(2) as pool:

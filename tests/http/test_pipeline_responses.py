@@ -12,15 +12,15 @@ from tests import tiny
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.event_streams import CLIENT
 from tests.matrix import matrix
-from tests.model.test_pipelines_media import noise, png, table, wav
-from tests.model.test_pipelines_rest import encoded, opened
-from tests.parity import assert_same, oracle, text
+from tests.model.test_pipelines_media import noise, wav
+from tests.model.test_pipelines_rest import IMAGES, QUESTIONS, encoded, opened
+from tests.parity import WORDS, assert_same, oracle, text
 from tests.serving import serving
 from worker.media.inputs import to_json
 
 
 class Case(NamedTuple):
-    """Two inputs as they are posted, as the pipeline takes them, and sets of parameters."""
+    """Inputs as they are posted, as the pipeline takes them, and sets of parameters."""
 
     task: str
     model: str
@@ -29,12 +29,19 @@ class Case(NamedTuple):
     parameters: Sequence[dict[str, Any]] = ({},)
 
 
-PNGS = [png(1, (40, 30)), png(2, (32, 32))]
+def table(rows: int) -> dict[str, list[str]]:
+    return {"city": WORDS[:rows], "people": [str(7 * i) for i in range(rows)]}
+
+
 SOUNDS = [noise(1, 0.5), noise(2, 0.5)]
 TEXTS = [text(3), text(9, 4)]
 MASKED = ["grass is [MASK]", "a [MASK] and a [MASK]"]
 LABELS = {"candidate_labels": ["cat", "deep blue sky"]}
-TABLES = [{"table": table(4), "query": "How many people?"}, {"table": table(9), "query": "city?"}]
+TEMPLATE = {**LABELS, "hypothesis_template": "The {} film."}
+TABLES = [
+    {"table": table(4), "query": "How many people?"},
+    {"table": table(40), "query": ["largest city?", "since when is it green?"]},
+]
 DOCUMENTS = [
     {
         "question": text(4, n),
@@ -42,10 +49,16 @@ DOCUMENTS = [
     }
     for n, words in enumerate((text(9).split(), text(30).split()))
 ]
-IMAGES = [encoded(data) for data in PNGS]
-OPENED = [opened(data) for data in PNGS]
+DECISIONS = [
+    {"state": state, "questions": QUESTIONS}
+    for state in ("I was charged twice.", {"message": ["hello", 3]})
+]
+PICTURES = [encoded(data) for data in IMAGES]
+OPENED = [opened(data) for data in IMAGES]
 RECORDINGS = [encoded(wav(samples)) for samples in SOUNDS]
-DETECTED = [{"image": image, **LABELS} for image in IMAGES]
+DETECTED = [{"image": image, **LABELS} for image in PICTURES]
+PAIRS = [PICTURES[:2], PICTURES[3:0:-2]]
+SEGMENTS = {"threshold": 0.0, "mask_threshold": 0.3, "overlap_mask_area_threshold": 0.0}
 CASES = [
     Case("fill-mask", "bert-mlm", MASKED, MASKED, ({}, {"top_k": 2}, {"targets": ["snow", "a"]})),
     Case(
@@ -69,31 +82,48 @@ CASES = [
         ({"max_new_tokens": 3, "do_sample": False},
          {"max_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2, "do_sample": False}),
     ),
-    Case("table-question-answering", "tapas", TABLES, TABLES),
-    Case("document-question-answering", "layoutlm", DOCUMENTS, DOCUMENTS, ({}, {"top_k": 2})),
-    Case("image-classification", "vit", IMAGES, OPENED, ({}, {"top_k": 1})),
-    Case("image-feature-extraction", "vit-base", IMAGES, OPENED, ({"pool": True},)),
-    Case("image-segmentation", "segformer", IMAGES, OPENED),
-    Case("object-detection", "yolos", IMAGES, OPENED, ({"threshold": 0.0},)),
-    Case("depth-estimation", "glpn", IMAGES, OPENED),
-    Case("zero-shot-image-classification", "clip", IMAGES, OPENED, (LABELS,)),
+    Case("table-question-answering", "tapas", TABLES, TABLES, ({}, {"sequential": True})),
     Case(
-        "zero-shot-object-detection", "owlvit", DETECTED, [{"image": i, **LABELS} for i in OPENED]
+        "document-question-answering", "layoutlm", DOCUMENTS, DOCUMENTS,
+        ({}, {"top_k": 3, "max_answer_len": 2},
+         {"max_seq_len": 40, "doc_stride": 5, "handle_impossible_answer": True}),
+    ),
+    Case("image-classification", "vit", PICTURES, OPENED, ({}, {"top_k": 1})),
+    Case("image-feature-extraction", "vit-base", PICTURES, OPENED, ({}, {"pool": True})),
+    Case("image-segmentation", "segformer", PICTURES, OPENED, ({}, {"subtask": "semantic"})),
+    Case(
+        "image-segmentation", "detr-panoptic", PICTURES, OPENED,
+        ({}, {"subtask": "panoptic", **SEGMENTS}, {"subtask": "instance", **SEGMENTS},
+         {"threshold": 1.0}),
+    ),
+    *(
+        Case(
+            "object-detection", model, PICTURES, OPENED,
+            ({}, {"threshold": 0.0}, {"threshold": 0.85}),
+        )
+        for model in ("yolos", "detr")
+    ),
+    Case("depth-estimation", "glpn", PICTURES, OPENED),
+    Case("zero-shot-image-classification", "clip", PICTURES, OPENED, (LABELS, TEMPLATE)),
+    Case(
+        "zero-shot-object-detection", "owlvit", DETECTED, [{"image": i, **LABELS} for i in OPENED],
+        ({}, {"threshold": 0.01}, {"threshold": 0.01, "top_k": 3}),
     ),
     Case("audio-classification", "wav2vec2-classify", RECORDINGS, SOUNDS, ({}, {"top_k": 1})),
     Case("automatic-speech-recognition", "wav2vec2-ctc", RECORDINGS, SOUNDS),
-    Case("zero-shot-audio-classification", "clap", RECORDINGS, SOUNDS, (LABELS,)),
+    Case("zero-shot-audio-classification", "clap", RECORDINGS, SOUNDS, (LABELS, TEMPLATE)),
     Case("text-to-audio", "vits", TEXTS, TEXTS),
     Case(
-        "keypoint-matching", "superglue", [{"images": IMAGES}, {"images": IMAGES[::-1]}],
-        [OPENED, OPENED[::-1]],
+        "keypoint-matching", "superglue", [{"images": pair} for pair in PAIRS],
+        [OPENED[:2], OPENED[3:0:-2]], ({}, {"threshold": 0.1}),
     ),
+    Case("decision", "decider", DECISIONS, DECISIONS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", matrix(range(len(CASES)), 0, 1, 2, 7, 9))
+@pytest.mark.parametrize("number", matrix(range(len(CASES)), 0, 1, 2, 7, 9, 13, 17, 23))
 def test_response_is_what_the_pipeline_returns(number: int) -> None:
-    case = CASES[number]
+    case, distinct = CASES[number], 0
     call: Any = oracle(case.task, case.model)
     path = str(tiny.folder(case.model))
     with serving(pipeline_task=case.task, pipeline_model=path, device="cpu", dtype="float32") as s:
@@ -101,7 +131,7 @@ def test_response_is_what_the_pipeline_returns(number: int) -> None:
             for form, posted, called in (
                 ("single", case.posted[0], case.called[0]),
                 ("list of one", [*case.posted[:1]], [*case.called[:1]]),
-                ("list of two", [*case.posted], [*case.called]),
+                ("list", [*case.posted], [*case.called]),
             ):
                 body = {"inputs": posted, "parameters": parameters}
                 answer = CLIENT.post(s.url, json=body)
@@ -110,6 +140,8 @@ def test_response_is_what_the_pipeline_returns(number: int) -> None:
                     warnings.simplefilter("ignore")
                     expected = orjson.loads(to_json(call(deepcopy(called), **parameters)))
                 assert_same(answer.json(), expected, f"{form} {parameters}")
+            distinct = max(distinct, len({orjson.dumps(result) for result in answer.json()}))
+    assert distinct > 1, "equal results of all inputs prove nothing"
 
 
 def test_predict_is_that_of_text_embeddings_inference() -> None:

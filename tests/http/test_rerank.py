@@ -1,6 +1,5 @@
 """Reranking: cross-encoders and yes-no decoders; the formats of Jina, Cohere and TEI."""
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from tests import tiny
 from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
+from tests.tiny import hf
 from tests.tiny_embedders import checkpoint, scored, write
 from worker.engines.embedding.loading import ScoringOptions, load_reranker
 from worker.engines.embedding.reranker import Reranker
 from worker.messages.scoring import ScoringInput, Truncation
-
-hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
 QUERY = "the capital of france"
 DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat", "hello"]

@@ -1,12 +1,7 @@
 """OpenAI's SDKs and images, with a tiny multimodal model."""
 
 import base64
-import json
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +11,6 @@ from tests import sdk, tiny_multimodal
 from tests.multimodal import png
 from tests.sdk import Sdk
 
-NODE = shutil.which("node")
-FOLDER = Path(__file__).parents[1] / "node"
 SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 PLACES = 16  # that an image fills
 
@@ -91,21 +84,7 @@ def test_tokens_of_a_chat_with_images(seeing: Sdk) -> None:
     assert tokenized["count"] == len(tokenized["tokens"]) == answer.usage.prompt_tokens
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no node here")
-@pytest.mark.skipif(
-    not (FOLDER / "node_modules" / "openai").is_dir(),
-    reason="scripts/install dev has not installed tests/node's packages",
-)
 def test_node(seeing: Sdk) -> None:
-    assert NODE is not None
-    done = subprocess.run(
-        [NODE, FOLDER / "images.mjs"],
-        env=os.environ | {"SEEING_URL": seeing.url, "IMAGE": url()},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    got = json.loads(done.stdout)
+    got = sdk.run_node("images.mjs", SEEING_URL=seeing.url, IMAGE=url())
     assert got["said"] == got["told"]
     assert got["tokens"] == got["input"] > PLACES

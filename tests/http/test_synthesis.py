@@ -3,9 +3,7 @@
 import base64
 import io
 import json
-import os
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import soundfile
 
 from server.apis.openai.audio.speech import MAX_INPUT
 from tests import tiny_speech as tiny_speech  # adds its models to the list
-from tests.process.test_sdk_node import FOLDER, NODE
+from tests.sdk import run_node
 from tests.serving import Server, metric, serving, wait_until
 from tests.tiny import folder
 
@@ -145,19 +143,8 @@ def test_openais_sdk_speaks(server: Server, tmp_path: Path) -> None:
         client.audio.speech.create(**given | {"voice": "alloy"})
 
 
-@pytest.mark.skipif(
-    NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
-)
 def test_openais_node_sdk_speaks(server: Server) -> None:
-    assert NODE is not None
-    done = subprocess.run(
-        [NODE, FOLDER / "speech.mjs"],
-        env=os.environ | {"URL": f"{server.url}/v1", "TEXT": TEXT},
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    found = json.loads(done.stdout)
+    found = run_node("speech.mjs", URL=f"{server.url}/v1", TEXT=TEXT)
     expected = len(post(server, voice="1", response_format="pcm").content)
     assert found["whole"] == found["bytes"] == expected
     assert found["pieces"] >= 1

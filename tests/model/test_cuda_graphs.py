@@ -17,7 +17,16 @@ from torch import Tensor
 
 from batching.sequence import Batch, Span
 from tests.decode_kernels import attend, write
-from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
+from tests.generating import (
+    Driver,
+    assert_greedy,
+    engine,
+    loaded,
+    prompts,
+    request,
+    runner_of,
+    serve,
+)
 from tests.matrix import matrix
 from worker.backends import cuda as cuda_package
 from worker.backends.cuda import cuda_graphs, varlen
@@ -30,7 +39,7 @@ from worker.backends.cuda.cuda_graphs import (
 from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.backends.cuda.varlen import VarlenMetadata
 from worker.device.self_check import CannotRun
-from worker.engines.generation.engine import RUNS_AHEAD
+from worker.engines.generation.engine import RUNS_AHEAD, GenerationEngine
 from worker.model import paged_runner
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.paged import AttentionMetadata
@@ -78,30 +87,41 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
     return graphs
 
 
+def supported(graphs: CudaGraphs, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Return a list of the batches that graphs run from now on."""
+    supports, batches = graphs.supports, list[Batch]()
+
+    def recorded(batch: Batch) -> bool:
+        if is_supported := supports(batch):
+            batches.append(batch)
+        return is_supported
+
+    monkeypatch.setattr(graphs, "supports", recorded)
+    return batches
+
+
+def serve_mixed(generator: GenerationEngine, model: str) -> Driver:
+    """Serve prompts of several lengths with the output of `generate`."""
+    prompt_ids = prompts(1, (1, 7, 17, 48), count=2)
+    served, driver = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
+    assert_greedy(model, served, 12)
+    return driver
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     "model", matrix(["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"], "llama")
 )
 def test_output_is_the_same_with_graphs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = engine(model, blocks=BLOCKS)
-    recorder = Recorder()
+    generator, recorder = engine(model, blocks=BLOCKS), Recorder()
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, recorder, rows=64)
     assert recorder.captured == recorder.replayed == 8  # each size is checked once
-    supports, prompt_rows = graphs.supports, list[int]()
-
-    def recorded(batch: Batch) -> bool:
-        if supported := supports(batch):
-            widths = [span.width for span in batch.spans]
-            prompt_rows.append(sum(width for width in widths if width > MAX_SPAN_WIDTH))
-        return supported
-
-    monkeypatch.setattr(graphs, "supports", recorded)
-    prompt_ids = prompts(1, (1, 7, 17, 48), count=2)
-    served, driver = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
-    assert_greedy(model, served, 12)
+    batches = supported(graphs, monkeypatch)
+    driver = serve_mixed(generator, model)
     assert len(driver.reports) > recorder.replayed - 8 > 5  # some steps are too wide for graphs
-    assert sum(prompt_rows) > 48
+    widths = [span.width for batch in batches for span in batch.spans]
+    assert sum(width for width in widths if width > MAX_SPAN_WIDTH) > 48
 
 
 @pytest.mark.usefixtures("ahead")
@@ -115,19 +135,10 @@ def test_decodes_of_recurrent_layers_are_captured(
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, recorder)
     assert recorder.captured == recorder.replayed == 6
-    supports, rows = graphs.supports, list[int]()
-
-    def recorded(batch: Batch) -> bool:
-        if supported := supports(batch):
-            rows.append(len(batch.ids))
-        return supported
-
-    monkeypatch.setattr(graphs, "supports", recorded)
-    prompt_ids = prompts(1, (1, 7, 17, 48), count=2)
-    served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
-    assert_greedy(model, served, 12)
-    assert max(rows) > 3
-    assert recorder.replayed - 6 == len(rows)
+    batches = supported(graphs, monkeypatch)
+    serve_mixed(generator, model)
+    assert max(len(batch.ids) for batch in batches) > 3
+    assert recorder.replayed - 6 == len(batches)
 
 
 @pytest.mark.parametrize("model", ["qwen3.5", "mamba2"])
@@ -190,10 +201,7 @@ def test_decodes_beside_prompts_use_the_decode_kernel(
 
     kernels = SimpleNamespace(write=write, attend=recorded)
     monkeypatch.setattr(cuda_package, "triton_decode", kernels)
-    served, driver = serve(
-        generator, [request(ids) for ids in prompts(1, (1, 7, 17, 48), count=2)], seed=3
-    )
-    assert_greedy(model, served, 12)
+    driver = serve_mixed(generator, model)
     assert any(report.prefill_tokens and report.decode_tokens for report in driver.reports)
     assert attended == decoded
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from batching.errors import InvalidInput
 from batching.fair_share import NO_OWNER, WorkOwner
-from tests import tiny_multimodal
+from tests import multimodal, tiny_multimodal
 from tests.generating import serve
 from tests.model.test_multimodal_processor import loaded
 from tests.multimodal import assert_generated, png, request
@@ -364,11 +364,7 @@ def test_the_background_of_transparent_pixels_is_the_requests() -> None:
 
 def test_limits_of_pixels_are_the_processors_own() -> None:
     """They make fewer or more tokens, and an image with other limits is another image."""
-    processor = load_generator(
-        GeneratorOptions(
-            str(tiny_multimodal.folder("qwen2-vl")), dtype="float32", device="cpu", kv_cache_gb=0.01
-        )
-    ).input_processor.media_preprocessor
+    processor = multimodal.loaded("qwen2-vl").input_processor.media_preprocessor
     assert processor
     data, token = file(plain(200, 160)), processor.processor.modalities["image"].token
 

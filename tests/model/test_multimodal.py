@@ -405,10 +405,6 @@ def test_images_are_injected_into_the_compiled_decoder(
     assert bool(injected) == (model != "qwen3-vl")
 
 
-def test_all_families_run_paged() -> None:
-    assert all(loaded(model).info.batching == "continuous" for model in FAMILIES)
-
-
 def test_encoder_that_reads_the_dtype_of_a_weight_is_packed_too() -> None:
     encoder = loaded("gemma4-small").runner.language.model.model.vision_tower
     assert isinstance(encoder.patch_embedder.input_proj, PackedLinear)

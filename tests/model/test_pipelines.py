@@ -160,30 +160,6 @@ def test_concurrent_calls_with_and_without_truncation_get_their_own_ids() -> Non
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
-@pytest.mark.parametrize("model", ["gpt2-lm", "llama-lm"])
-def test_text_generation_equals_the_pipeline(model: str) -> None:
-    parameters: tuple[dict[str, Any], ...] = (
-        GREEDY,
-        {**GREEDY, "return_full_text": False},
-        {**GREEDY, "stop_sequence": ["e", "qu"]},
-        {**GREEDY, "num_beams": 3, "num_return_sequences": 2},
-        {**GREEDY, "repetition_penalty": 1.7},
-        {**GREEDY, "no_repeat_ngram_size": 2},
-        {**GREEDY, "min_new_tokens": 5},
-    )
-    assert_parity("text-generation", model, mixed([*TEXTS, " \n"], *parameters))
-
-
-def test_conversations_equal_the_pipeline() -> None:
-    chats = [
-        [{"role": "user", "content": text(n, n)} for n in range(1, 1 + count)]
-        for count in (1, 3, 2)
-    ]
-    chats.append([*chats[0], {"role": "assistant", "content": "It is"}])
-    parameters = (GREEDY, {**GREEDY, "return_full_text": False})
-    assert_parity("text-generation", "llama-lm", mixed(chats, *parameters))
-
-
 def test_sampling_returns_num_return_sequences() -> None:
     sample = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
     results = serve(

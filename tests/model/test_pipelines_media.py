@@ -8,16 +8,12 @@ import soundfile
 from PIL import Image
 
 from tests.parity import (
-    WORDS,
-    assert_parity,
     assert_same,
     item,
-    mixed,
     oracle,
     plain,
     runner,
     serve,
-    text,
 )
 
 
@@ -107,38 +103,4 @@ def test_speech_recognition_with_whisper_equals_the_pipeline() -> None:
     )
     assert max(item.batch_size for item in items) >= 2, (
         "recordings of up to two seconds are stacked"
-    )
-
-
-def table(rows: int) -> dict[str, list[str]]:
-    return {"city": WORDS[:rows], "people": [str(7 * i) for i in range(rows)]}
-
-
-def test_table_question_answering_equals_the_pipeline() -> None:
-    inputs = [
-        {"table": table(n), "query": query}
-        for n in (1, 4, 40)
-        for query in ("How many people?", ["largest city?", "since when is it green?"])
-    ]
-    assert_parity(
-        "table-question-answering",
-        "tapas",
-        [(value, chosen) for value in inputs for chosen in ({}, {"sequential": True})],
-    )
-
-
-def test_document_question_answering_equals_the_pipeline() -> None:
-    def boxes(count: int) -> list[Any]:
-        return [[word, [i % 900, i, i % 900 + 50, i + 9]] for i, word in enumerate(WORDS[:count])]
-
-    inputs = [{"question": text(4, n), "word_boxes": boxes(n)} for n in (1, 9, 30, len(WORDS))]
-    assert_parity(
-        "document-question-answering",
-        "layoutlm",
-        mixed(
-            inputs,
-            {},
-            {"top_k": 3, "max_answer_len": 2},
-            {"max_seq_len": 40, "doc_stride": 5, "handle_impossible_answer": True},
-        ),
     )

@@ -4,9 +4,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from batching.state_pool import StatePool
-from tests import tiny_decoders
+from tests import multimodal, tiny_decoders
 from tests.generating import (
     ORDINARY,
     Driver,
@@ -16,6 +17,7 @@ from tests.generating import (
     greedy,
     loaded,
     prompts,
+    raw_logits,
     request,
     runner_of,
     serve,
@@ -24,10 +26,13 @@ from tests.matrix import matrix
 from tests.model.test_generation import FEATURES, LENGTHS, check_parity
 from worker.backends.native_attention import NativeMetadata
 from worker.engines.generation.speculation import NgramDrafter, Speculation
+from worker.messages.generation import Sampling
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
 
 PAGED = list(tiny_decoders.RECURRENT)
+HYBRIDS = ("qwen3.5", "lfm2", "granite4", "falcon-h1", "qwen3-next")
+SEEDED = Sampling(temperature=1.0, seed=11, logprobs=3)
 NEW = 12
 
 
@@ -176,3 +181,56 @@ def test_checkpoints_are_bounded() -> None:
         served += more
         assert states_of(driver).used <= 3
     assert_greedy("qwen3.5", served, NEW)
+
+
+# ── scores, seeds and choices ──
+
+
+@pytest.mark.usefixtures("steps", "drafts")
+@pytest.mark.parametrize("model", matrix(HYBRIDS, "qwen3.5", "lfm2"))
+def test_prompts_and_outputs_are_scored_by_the_raw_distribution(model: str) -> None:
+    items = [request(tokens(n, n), SEEDED, echo=True) for n in (1, 40, 150)]
+    served, _ = serve(engine(model), items, seed=2)
+    for one in served:
+        ids = [*one.prompt, *one.ids[0]]
+        expected = torch.log_softmax(raw_logits(model, ids), -1)
+        entries = one.choices[0].logprobs
+        assert [entry.token_id for entry in entries] == ids
+        for index, entry in enumerate(entries[1:], 1):
+            assert entry.logprob == pytest.approx(float(expected[index - 1][ids[index]]), abs=2e-3)
+
+
+@pytest.mark.usefixtures("steps", "drafts")
+@pytest.mark.parametrize("model", matrix(HYBRIDS, "qwen3.5", "granite4"))
+def test_seeds_draw_the_same_alone_and_beside_others(model: str) -> None:
+    def items() -> list[Any]:
+        prompts = [tokens(9 * n + 1, n % 3) for n in range(6)]
+        return [request(prompt, SEEDED, max_tokens=10, n=2) for prompt in prompts]
+
+    alone = [serve(engine(model), [item])[0][0] for item in items()]
+    assert all(len(one.choices) == 2 for one in alone)
+    for blocks in (400, 12):
+        served, driver = serve(engine(model, blocks), items(), seed=blocks)
+        assert bool(driver.total("preempted")) == (blocks == 12)
+        assert [one.ids for one in served] == [one.ids for one in alone]
+
+
+# ── images ──
+
+
+@pytest.mark.usefixtures("steps")
+def test_prefixes_with_equal_images_are_continued() -> None:
+    driver = Driver(multimodal.engine("qwen3.5-vl"))
+    cached: list[int] = []
+    for seed in (0, 0, 1):
+        parts = "What are these, and for what? ", multimodal.png(seed), " Tell me, please!"
+        served = driver.add(multimodal.request(*parts))
+        driver.finish()
+        multimodal.assert_generated("qwen3.5-vl", [served])
+        cached.append(served.sequences[0].cached or 0)
+    assert cached[0] == 0
+    assert cached[1] > cached[2]
+
+
+def test_the_model_with_images_has_recurrent_layers() -> None:
+    assert multimodal.engine("qwen3.5-vl").runner.language.recurrent

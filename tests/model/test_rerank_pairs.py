@@ -1,6 +1,5 @@
 """Queries and documents become one row each, as the tokenizer does it, truncated to the context."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ import pytest
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.http.test_rerank import QUERY, TEMPLATE, decoder, load, scores
+from tests.tiny import hf
 from tests.tiny_embedders import checkpoint
 from worker.engines.embedding.pairs import CrossEncoderTokenizer
 from worker.engines.embedding.reranker import Reranker
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.scoring import ScoringInput, Truncation
-
-hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
 
 def row_of(reranker: Reranker, query: str, document: str, **options: Any) -> TokenRow:

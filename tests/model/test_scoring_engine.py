@@ -17,6 +17,7 @@ from tests.http.test_rerank import decoder, scores
 from tests.http.test_rerank import load as load_reranker
 from tests.model.test_embedder import TEXTS, embed
 from tests.serving import serving
+from tests.tiny import hf
 from tests.tiny_embedders import checkpoint, dense, engine_of, load, prepared, run, write
 from worker.engines.embedding import engine as engine_module
 from worker.engines.embedding.embedder import Embedder
@@ -27,7 +28,6 @@ from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
 
-hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 PROMPT = "the cat sat on the mat and a dog is in the city of light " * 3
 LONG = "a cow says moo " * 20
 

@@ -137,26 +137,6 @@ def test_a_prompt_cancelled_in_flight_counts_in_the_steps_time(
     assert driver.total("prefill_tokens") == 5
 
 
-def test_a_sequence_whose_last_token_is_in_flight_is_not_run_again() -> None:
-    generator = engine_ahead()
-    rows = count_widths(generator)
-    serve(generator, [request(list(ORDINARY[:5]), max_tokens=3)])
-    assert rows == [5, 1, 1]
-
-
-def test_penalties_include_the_token_that_was_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    penalized = Sampling(temperature=0.0, repetition_penalty=1.9, frequency_penalty=1.5)
-    texts = prompts(6, (9, 30), count=2)
-
-    def served() -> list[list[int]]:
-        items = [request(prompt, penalized, 20) for prompt in texts]
-        return [request.ids[0] for request in serve(engine_ahead(), items)[0]]
-
-    ahead = served()
-    monkeypatch.setitem(module.RUNS_AHEAD, "cpu", False)
-    assert ahead == served()
-
-
 @pytest.mark.parametrize("paged", [True, False])
 def test_rows_with_too_few_candidates_are_resampled(
     paged: bool, monkeypatch: pytest.MonkeyPatch

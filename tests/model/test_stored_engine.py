@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batching.scheduler import ContinuousScheduler
-from tests import multimodal, tiny_adapters, tiny_decoders
+from tests import multimodal
 from tests.generating import (
     ORDINARY,
     Driver,
@@ -28,7 +28,6 @@ from worker.engines.generation import stored_engine
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import paged_engine
 from worker.engines.generation.stored_engine import Reading, StoredEngine
-from worker.messages.adapters import Adapter
 from worker.model import fingerprint
 from worker.model.fingerprint import weights_digest
 from worker.model.language_model import GeneratorOptions
@@ -176,28 +175,6 @@ def test_another_form_reads_nothing(
     generator = stored("llama")
     generator._forms = {}  # not known yet
     assert turn(generator, request(prompt))[1].total("read_tokens") == 0
-
-
-def test_an_adapter_reads_its_own_keys(tmp_path: Path, stored: Callable[..., StoredEngine]) -> None:
-    base = tiny_decoders.folder("llama")
-    folders = [tiny_adapters.make(tmp_path / str(seed), base, seed) for seed in (1, 2)]
-
-    def adapted(number: int) -> tuple[StoredEngine, Adapter]:
-        generator = stored("llama")
-        adapter = Adapter("name", folders[number].name, str(tmp_path))
-        generator.load_adapter(adapter)
-        return generator, adapter
-
-    generator, adapter = adapted(0)
-    prompt = first_turn(generator, adapter=adapter)
-    for number, expected in ((0, READ), (1, 0)):
-        generator, adapter = adapted(number)
-        item = changed(request(prompt), adapter=adapter)
-        assert turn(generator, item)[1].total("read_tokens") == expected
-    assert turn(stored("llama"), request(prompt))[1].total("read_tokens") == 0
-    generator._adapters.clear()
-    with pytest.raises(KeyError):  # not the key of the model's own weights
-        turn(generator, changed(request(prompt), adapter=adapter))
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3.5"])

@@ -14,7 +14,7 @@ import pytest
 from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import Driver, Request, Served, prepare, serve, when_ready
-from tests.tiny_chat import engine
+from tests.tiny_chat import calls_of, engine
 from worker.backends.cached_runner import CachedRunner
 from worker.engines.generation import engine as engine_module
 from worker.engines.generation.loading import cached_engine
@@ -114,16 +114,6 @@ def together(items: Sequence[Request], **options: Any) -> list[Served]:
 def alone(item: Request, **options: Any) -> Served:
     [served] = together([item], **options)
     return served
-
-
-def calls_in(served: Served, choice: int = 0) -> list[tuple[str, Any]]:
-    calls: list[tuple[str, str]] = []
-    for part in served.choices[choice].parts:
-        if part.kind == "call" and part.name is not None:
-            calls.append((part.name, part.text))
-        elif part.kind == "call":
-            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
-    return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def assert_of_tools(calls: Sequence[tuple[str, Any]]) -> None:
@@ -460,7 +450,7 @@ def test_required_calls_are_made() -> None:
     for item in served:
         if item.choices[0].finish_reason == "length":
             continue
-        calls = calls_in(item)
+        calls = calls_of(item.choices[0])
         assert_of_tools(calls)
         counted[len(calls)] += 1
         assert item.choices[0].finish_reason == "tool_calls"
@@ -479,7 +469,7 @@ def test_output_ends_with_the_first_call_where_calls_are_not_parallel() -> None:
     requests: Any = {"tools": TOOLS, "tool_policy": ToolCallPolicy(NAMES, parallel=False)}
     for served in together([asking(sampling=opening_call(seed), **requests) for seed in range(6)]):
         if served.choices[0].finish_reason == "tool_calls":
-            assert len(calls_in(served)) == 1
+            assert len(calls_of(served.choices[0])) == 1
             assert served.choices[0].parts[-1].kind == "call"
             count += 1
     assert count > 1
@@ -501,7 +491,7 @@ def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
     item = asking(tools=(tool,), tool_policy=calls, max_tokens=400, sampling=Sampling(seed=3))
     served = alone(item)
     if served.choices[0].finish_reason == "tool_calls":
-        [(name, arguments)] = calls_in(served)
+        [(name, arguments)] = calls_of(served.choices[0])
         assert name == "t"
         assert isinstance(arguments, dict)
 

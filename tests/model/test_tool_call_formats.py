@@ -1,7 +1,6 @@
 """Calls in every format of templates, generated with random weights: required calls match their
 tools, and so do calls that the model starts itself."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.call_formats import HEAD, NAMES, TAIL, delimiters, loop
 from tests.generating import serve
 from tests.matrix import matrix
 from tests.tiny import for_tokenizer, hf
-from tests.tiny_chat import asking, tokenizer
+from tests.tiny_chat import asking, calls_of, tokenizer
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator
 from worker.messages.generation import Sampling, ToolCallPolicy
@@ -49,17 +48,6 @@ def engine(name: str, special: bool) -> GenerationEngine:
     return load_generator(options)
 
 
-def called(result: Any) -> list[tuple[str, Any]]:
-    parts = [part for part in result.parts if part.kind == "call"]
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        if part.name is not None:
-            calls.append((part.name, part.text))
-        else:
-            calls[-1] = calls[-1][0], calls[-1][1] + part.text
-    return [(name, json.loads(arguments)) for name, arguments in calls]
-
-
 def opening(result: GenerationEngine, name: str, seed: int) -> Sampling:
     """Bias the token that starts a call."""
     delimiter = "<call>" if name == "section" else delimiters(name)[0]
@@ -90,7 +78,7 @@ def test_required_calls_are_in_the_models_format(name: str, special: bool) -> No
         ended += 1
         assert choice.finish_reason == "tool_calls"
         assert {part.kind for part in choice.parts} - {"reasoning"} == {"call"}
-        for called_name, arguments in called(choice):
+        for called_name, arguments in calls_of(choice):
             assert called_name in ("weather", "travel")
             assert jsonschema_rs.is_valid(PARAMETERS, arguments)
         text = result.text_model.decode(list(served.ids[0]))
@@ -115,7 +103,7 @@ def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, specia
         [choice] = served.choices
         if choice.finish_reason == "length":
             continue
-        [(called_name, arguments)] = called(choice)
+        [(called_name, arguments)] = calls_of(choice)
         assert called_name == "weather"
         assert jsonschema_rs.is_valid(PARAMETERS, arguments)
         matched += 1

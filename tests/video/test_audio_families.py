@@ -12,12 +12,11 @@ from tests.model.test_audio_chats import (
     assert_generated,
     max_items,
     questions,
-    request,
 )
 from tests.model.test_audio_chats import (
     test_output_is_the_same_beside_other_requests_and_in_chunks as assert_same_in_chunks,
 )
-from tests.multimodal import engine, loaded, png, unpaged
+from tests.multimodal import engine, loaded, png, request, unpaged
 from tests.tiny_audio import WITH_TORCHVISION
 
 # Their attention adds a bias, or their model does not call its decoder with embeddings.
