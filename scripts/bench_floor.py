@@ -59,7 +59,7 @@ def count_weights(model: Path) -> int:
     to the output head."""
     from safetensors import safe_open
 
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for file in model.glob("*.safetensors"):
         with safe_open(file, "numpy") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.offset_keys()}

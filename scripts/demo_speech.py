@@ -163,7 +163,8 @@ def batch(
 
 
 def speech(out: Path, steps: int) -> Demo:
-    processor: Any = AutoProcessor.from_pretrained(DEMO / "speech")
+    library: Any = AutoProcessor
+    processor = library.from_pretrained(DEMO / "speech")
     tokenizer = forget_origin(processor.tokenizer)
     examples = Examples(tokenizer)
     model = new_model(len(tokenizer), examples.first_time)

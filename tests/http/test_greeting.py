@@ -15,7 +15,7 @@ import uvicorn
 from server.core.log import configure_log, uvicorn_config
 from server.lifespan import curl_command
 from tests.fakes import FakeRunner
-from tests.process.test_start import pipe, process, program, started
+from tests.processes import pipe, process, program, started
 from tests.serving import serving, wait_until
 
 FAKE = """

@@ -284,13 +284,14 @@ def generated(name: str, prompt: str, audio: list[Any] | None, seed: int) -> Any
     torch.manual_seed(seed)
     given = {"output_audio": True} if name == "csm" else {}
     output = model.generate(**inputs, **given, return_dict_in_generate=True)
+    spoken: Any
     if "audio_latents" in output:
-        [audio] = library.decode(output.audio_latents, output.audio_latents_mask)
+        [spoken] = library.decode(output.audio_latents, output.audio_latents_mask)
     elif "audio_sequences" in output:
-        audio = library.decode(output.audio_sequences)
+        spoken = library.decode(output.audio_sequences)
     else:
-        [audio] = output.audio
-    return np.squeeze(audio.numpy())
+        [spoken] = output.audio
+    return np.squeeze(spoken.numpy())
 
 
 @pytest.mark.parametrize("name", PROMPTS)

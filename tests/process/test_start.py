@@ -21,11 +21,7 @@ from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.preflight import MISUSE, STARTUP_FAILURE
 from tests.checkpoints import write_checkpoint
-from tests.processes import ROOT, SERVER, run
-from tests.processes import pipe as pipe  # for tests/http too, like the next ones
-from tests.processes import process as process
-from tests.processes import program as program
-from tests.processes import started as started
+from tests.processes import ROOT, SERVER, pipe, program, run, started
 from tests.serving import read_response, wait_until
 
 UVICORN = [sys.executable, "-m", "uvicorn", "server.app:app"]

@@ -109,7 +109,7 @@ def encode_once(codec: Any) -> None:
     def encode_kept(*values: torch.Tensor, **named: torch.Tensor) -> Any:
         digest = hashlib.blake2b()
         for tensor in (*values, *named.values()):
-            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         if (key := digest.digest()) not in kept:
             kept[key] = encode(*values, **named)
         return kept[key]
