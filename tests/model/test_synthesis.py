@@ -127,7 +127,7 @@ def speak(run: SynthesisRunner, text: str = TEXT, **parameters: Any) -> np.ndarr
     spoken = run.finish(item, output)
     assert spoken.rate == run.pipe.sampling_rate
     clipped = np.nan_to_num(audio).clip(-1, 1)
-    assert np.abs(spoken.samples / 32767 - clipped).max() < 1 / 32767
+    np.testing.assert_allclose(spoken.samples / 32767, clipped, rtol=0, atol=1 / 32767)
     assert spoken.tokens > 1
     return audio
 
@@ -319,6 +319,19 @@ def test_a_recording_is_a_voice(name: str, recordings: Path) -> None:
     token = run.pipe.processor.audio_token
     with pytest.raises(InvalidInput, match="does not take the text"):
         speak(run, token)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_token_that_stands_for_audio_is_refused(name: str, voices: str) -> None:
+    run = runner(folder(name), voices)
+    with pytest.raises(InvalidInput, match="does not take the text"):
+        speak(run, f"hello {run.pipe.processor.audio_token} there")
+
+
+def test_a_text_without_audio_is_silent(voices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner.__wrapped__(folder("vibevoice"), voices)
+    monkeypatch.setattr(run.pipe, "forward", lambda *_, **__: {"audio": [None]})
+    assert len(speak(run)) == 0
 
 
 @pytest.mark.parametrize(

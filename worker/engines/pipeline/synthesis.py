@@ -55,6 +55,7 @@ MAX_VOICES = 1000
 MAX_EMBEDDING_BYTES = 1 << 20
 MAX_SAMPLE = 32767
 MAX_VOICE_S = 20.0  # of a recording
+MAX_FRAMES = 1000  # of a sentence, where the checkpoint sets none; the pipeline's default is 256
 MAX_CHARS = 1000  # of a text: attention is computed over all of it at once
 
 
@@ -159,7 +160,8 @@ def recorded_voice(pipe: Pipe, layout: Layout, file: Path) -> Voice:
     said = file.with_suffix(".txt")
     text = said.read_text()[:MAX_CHARS].strip() if said.is_file() else ""
     voice = Voice({}, {}, (text_part(text), {"type": "audio", "audio": samples}))
-    preprocess(pipe, layout, "a", voice)
+    prompt = preprocess(pipe, layout, "a", voice)
+    check_tokens([prompt], limits.context_limit(pipe), limits.vocabulary_size(pipe), "")
     return voice
 
 
@@ -228,6 +230,9 @@ class SynthesisRunner(PipelineRunner):
         super().__post_init__()
         pipe = self.pipe
         self.layout = find_layout(pipe)
+        config = getattr(pipe.model, "generation_config", None)
+        if self.layout and config and config.max_new_tokens is None and config.max_length is None:
+            config.max_new_tokens = MAX_FRAMES
         if pipe.vocoder is None and not pipe.model.can_generate():
             pipe.model.register_forward_hook(take_waveform)
         for holder, name in ((pipe.model, "codec_model"), (pipe.processor, "audio_tokenizer")):
@@ -268,6 +273,8 @@ class SynthesisRunner(PipelineRunner):
             forward[RATE] = speed * pipe.model.speaking_rate
         try:
             if self.layout:
+                if pipe.processor.audio_token in inputs:  # some processors let it pass
+                    raise ValueError("it has a token that stands for audio")
                 chunks = [preprocess(pipe, self.layout, inputs, voice)]
             else:
                 chunks = [pipe.preprocess(inputs, **voice.preprocess, **options)]
@@ -329,6 +336,9 @@ class SynthesisRunner(PipelineRunner):
         output = self.pipe.forward(row, **parameters)
         if isinstance(output, tuple) and not output[0].is_floating_point():
             raise ValueError("it answers a text instead of speaking it")
-        if codes := [output[name] for name in CODES if isinstance(output, dict) and name in output]:
-            output = {"audio": self.pipe.processor.decode(*codes)}
+        if isinstance(output, dict):
+            if codes := [output[name] for name in CODES if name in output]:
+                output = {"audio": self.pipe.processor.decode(*codes)}
+            elif isinstance(audio := output.get("audio"), list):  # None: the text is silent
+                output = {"audio": [torch.zeros(0) if part is None else part for part in audio]}
         return [self.pipe.postprocess(output)]
