@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -486,6 +487,29 @@ def test_inputs_of_another_form_run_code_of_their_own(
                     for layer in layers.get_submodule("body.layers").children():
                         expected = layer(expected, mask, factor=factor)
                     assert torch.equal(first(x, mask, factor=factor), expected)
+
+
+class Shared(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor, shared: UserDict[str, int]) -> Tensor:
+        return x + shared["factor"]
+
+
+@torch.inference_mode()
+def test_an_object_among_the_inputs_keeps_its_guards(
+    no_step: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gemma 4 passes to each layer: it has no hash."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    body = with_compiled_layers(Layers(Shared(0), Shared(1)), "body", 6, is_general=True)
+    [first, *_] = body.get_submodule("body.layers").children()
+    shared = UserDict(factor=1)
+    for factor in (1, 1, 5):
+        shared["factor"] = factor
+        assert first(torch.zeros(2), shared=shared).tolist() == [2.0 * factor] * 2
 
 
 class Operation(Enum):

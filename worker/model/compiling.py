@@ -9,6 +9,7 @@ rows is captured anyway (cuda_graphs.py), and a single token has a graph of its 
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, zip_longest
 from types import FunctionType
@@ -225,12 +226,17 @@ def _group_sizes(part: Any, count: int, max_group: int) -> Iterator[int]:
 
 
 def _form(value: Any) -> Hashable:
-    """Return what guards read of an input, its sizes aside."""
+    """Return what guards read of an input, its sizes aside. Raise TypeError if it has an object,
+    whose state they may read, such as the keys and values that layers of Gemma 4 share."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim()
     if isinstance(value, dict):
         return tuple((key, _form(item)) for key, item in value.items())
-    return tuple(map(_form, value)) if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return tuple(map(_form, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    raise TypeError(f"guards on {type(value).__name__} are kept")
 
 
 def _without_guards(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -269,10 +275,13 @@ class _LayerGroup:
     def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         self.inputs = args, kwargs
         inputs = self.layers, hidden, args, kwargs
-        form = _form(inputs[1:])
+        form: Hashable = None
+        if self._is_general:
+            with suppress(TypeError):
+                form = _form(inputs[1:])
         run = self._found.get(form, self.compiled)
         self.output = call_as_layers(self.number, run, *inputs)
-        if self._is_general and form not in self._found and len(self._found) < MAX_FORMS:
+        if form and form not in self._found and len(self._found) < MAX_FORMS:
             self._found[form] = _without_guards(self.compiled, inputs)
         return self.output
 
