@@ -57,7 +57,7 @@ IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
 # a step a fifth to two fifths slower; graphs of five take 39 s, the whole body 113 s.
 MAX_GROUP = 6
 MAX_LAYER_GRAPHS = 32  # of a model: on a GPU two for each kind of layers
-MAX_FORMS = 8  # of a group's inputs that run without guards
+MAX_FORMS = 8  # forms of a group's inputs whose code runs without guards
 CPP = {"cpp_wrapper": True}  # the code that calls kernels is compiled too
 
 
@@ -241,7 +241,7 @@ def _form(value: Any) -> Hashable:
 
 def _without_guards(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return the code that `compiled` has run for these inputs. Guards on layers and the wrapper
-    around them take a quarter of a step of one row."""
+    around them take up to a quarter of a step of one row."""
     function: Any = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
     code = function.__code__
     local = dict(zip(code.co_varnames, inputs, strict=False))
