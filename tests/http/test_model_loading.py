@@ -287,7 +287,8 @@ def test_a_busy_model_finishes_and_makes_room_so_that_nobody_starves() -> None:
         running = setup.ask("a", "say 1 2 3")
         wait_until(lambda: bool(first.running))
         waiting = setup.ask("b")
-        wait_until(lambda: setup.awaiting() == 1)
+        busy = setup.server.worker_client.manager.models["generation"]
+        wait_until(lambda: busy.departure is not None)
         later = setup.ask("a", "say later")  # waits behind: the model leaves
         wait_until(lambda: setup.awaiting() == 2)
         first.release()

@@ -130,7 +130,9 @@ def test_each_line_has_one_result_though_servers_and_the_database_end(server: Po
         stored = replicas[1].call("POST", "/responses", json={"input": "say a"})
         assert (stored["status"], stored["store"]) == ("completed", False)
         server.start()
-        wait_until(lambda: (replicas[2].batch(id) or {}).get("status") == "completed", 240)
+        # Each replica connects again in its own time.
+        wait_until(lambda: all(replica.completed(id) == count for replica in replicas), 240)
+        wait_until(lambda: replicas[2].batch(id)["status"] == "completed", 240)
         batch = replicas[2].batch(id)
         counts = batch["request_counts"]
         assert counts == {"total": count, "completed": count, "failed": 0}

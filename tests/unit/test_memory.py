@@ -164,7 +164,8 @@ def test_a_cache_uses_no_memory_before_its_first_write() -> None:
             flags: bytes = pagemap.read(8 * pages)[7::8]
             return 4096 * sum(flag >= 0x40 for flag in flags)
 
-    assert resident() < 1e6
+    huge_page = 2 << 20  # the allocator's headers at both ends may each be in one
+    assert resident() <= 2 * huge_page
     keys[:1024] = 1
     assert keys[:1024].nbytes <= resident() + 4096 < 50e6
 
