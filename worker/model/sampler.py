@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ BLOCK = 128
 # Number of largest logits that a row is sampled from first, and its factor where they are too few.
 CANDIDATES, WIDEN_FACTOR = 64, 8
 AHEAD = 32  # steps whose random numbers are computed together
+VECTORIZED_ROWS = 64  # fewer numbers of one step are faster one by one
 MIN_TEMPERATURE = 1e-6  # keeps the division by it within float32
 
 # ── parameters ──
@@ -160,7 +162,7 @@ class TokenMask:
     tokens: Tensor  # bool [len(rows), V], true: allowed
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The token of a row. Log-probabilities are of the raw distribution, before any parameter."""
 
     token: int  # -1: the logits are unusable (NaN, +inf, or all -inf)
@@ -186,6 +188,9 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
     """Return the numbers [count, R] of rows at their positions and the ones after, as `uniform`."""
+    if count == 1 and len(rows) < VECTORIZED_ROWS:
+        numbers = [uniform(r.state.params.seed, r.state.choice, r.position) for r in rows]
+        return np.array([numbers])
     mask, low = 2**64 - 1, np.uint64(2**32 - 1)
     factor = np.uint64(0xD2B74407B1CE6E93)
     factor_low, factor_high, half = factor & low, factor >> np.uint64(32), np.uint64(32)
@@ -199,8 +204,7 @@ def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
         upper = x_high * factor_high + (middle >> half) + (other >> half) + (carry >> half)
         x, y = upper ^ key ^ y, x * factor
         key = key + np.uint64(0x9E3779B97F4A7C15)
-    numbers: NDArray[np.float64] = (x >> np.uint64(11)) * 2.0**-53
-    return numbers
+    return (x >> np.uint64(11)) * 2.0**-53  # type: ignore[no-any-return]
 
 
 # ── sampling a step ──
@@ -250,15 +254,10 @@ class SamplingInputs:
                 for p, kind in zip((s.params for s in self._states), self.kinds, strict=True)
             ]
             self._parameters = to_device(np.array(by_row, np.float64).T, device)
-        if not self._step:
-            numbers = [
-                0.0 if kind is Kind.GREEDY else uniform(s.params.seed, s.choice, position)
-                for s, position, kind in zip(self._states, self._positions, self.kinds, strict=True)
-            ]
-            return to_device(np.array(numbers), device), self._parameters
-        if (index := (self._step - 1) % AHEAD) == 0 or self._ahead is None:
+        count = AHEAD if self._step else 1  # the next step may have other rows
+        if (index := (self._step - 1) % count) == 0 or self._ahead is None:
             is_random = np.array(self.kinds) != Kind.GREEDY
-            self._ahead = to_device(uniforms(self.rows, AHEAD) * is_random, device)
+            self._ahead = to_device(uniforms(self.rows, count) * is_random, device)
         return self._ahead[index], self._parameters
 
 
