@@ -169,7 +169,7 @@ def test_no_step_is_due_while_recordings_are_read(
     """The worker's thread, which all models share, waits for nothing: a thread that has finished
     wakes it."""
     engine, may_read, woken = new_speech_engine(), threading.Event(), threading.Semaphore(0)
-    engine.others = Mock(wake=woken.release)
+    engine.others = Mock(wake=woken.release, total_s=0.0)
     item = prepared(engine, payloads(tmp_path, 70.0)[0])
     reader: Any = item.prepared.reader
     read_ahead = reader.read_ahead
@@ -218,7 +218,7 @@ def test_a_step_is_due_if_a_thread_finishes_while_the_last_one_looks_at_recordin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, woken = new_speech_engine(), threading.Semaphore(0)
-    engine.others = Mock(wake=woken.release)
+    engine.others = Mock(wake=woken.release, total_s=0.0)
     item = prepared(engine, payloads(tmp_path, 1.0)[0])
 
     def next_window() -> None:

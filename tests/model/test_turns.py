@@ -21,11 +21,14 @@ from tests.matrix import matrix
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import assert_same, item, runner, serve, text
 from tests.tiny_embedders import NEW, checkpoint, embedded, load
+from tests.transcribing import CTC, WHISPER, new_speech_engine, saved, transcribed
+from tests.transcribing import noise as sound
 from worker.engines.embedding.single_pass import SinglePassModel
 from worker.engines.embedding.tokenization import TokenRow
 from worker.engines.pipeline.runner import PipelineItem, PipelineRunner
 from worker.messages.protocol import ALONE, CUT
 from worker.messages.scoring import EmbeddingInput
+from worker.messages.transcription import TranscriptionInput
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 LABELS = {"candidate_labels": ["a cat", "food", "paris"]}
@@ -231,6 +234,17 @@ def test_other_models_run_between_the_layers_of_an_embedder(
     vectors = embedded(embedder, EmbeddingInput(TEXTS, 0), others).vectors
     assert others.steps == embedder.model.model.config.num_hidden_layers
     np.testing.assert_array_equal(vectors, expected)
+
+
+@pytest.mark.parametrize("name", [WHISPER, CTC])
+def test_other_models_run_between_the_layers_of_a_recognizer(name: str, tmp_path: Path) -> None:
+    inputs = [TranscriptionInput(saved(tmp_path, sound(2.0, n), f"{n}.wav")) for n in range(2)]
+    expected = transcribed(new_speech_engine(name), inputs)
+    engine, others = new_speech_engine(name), BusyModels()
+    engine.others, engine._yield_points._clock = others, ticks(2 * MAX_TURN_S)
+    assert transcribed(engine, inputs) == expected
+    windows, config = len(inputs), engine.runner.model.config
+    assert others.steps >= windows * config.num_hidden_layers
 
 
 def test_the_time_of_other_models_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
     drop cancelled recordings → start windows, or generate a token of each → retry or accept windows
 
 Implements worker.messages.protocol.Engine. A step is one batch through the encoder or one token of
-every window, so that other models get steps in between. Recordings get windows in round robin.
+every window, so that other models get steps in between, and also between the layers of a long one.
+Recordings get windows in round robin.
 Runners compute windows (whisper.py, ctc.py). Pool threads of the engine read recordings ahead and
 compute the times of words.
 """
@@ -21,6 +22,7 @@ from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
 from batching.step_times import StepTimes
 from worker.cores import use_one_core
+from worker.engines.pipeline.yield_points import YieldPoints
 from worker.engines.speech.interfaces import Align, AudioReader, Decoder, SpeechRunner, W
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.protocol import (
@@ -92,6 +94,7 @@ class SpeechEngine(Generic[W]):
         self._open_decoder = open_decoder
         self._example = example
         self._align = align
+        self._yield_points = YieldPoints(runner.model)
         self._encoder_batch = ENCODER_BATCH[info.device.split(":")[0]]
         self._readers = ThreadPoolExecutor(READ_THREADS, "speech", use_one_core)
         self._openers = ThreadPoolExecutor(OPEN_THREADS, "open", use_one_core)
@@ -101,6 +104,7 @@ class SpeechEngine(Generic[W]):
         self._stalled = False  # a step has nothing to do before a reading thread has finished
         # of the current step
         self._started_at = 0.0
+        self._others_s = 0.0  # that other models had taken before it
         self._deltas: list[tuple[WorkItem, TranscriptDelta]] = []
         self._done: dict[WorkItem, Exception | None] = {}
         self._waits: list[float] = []
@@ -188,11 +192,17 @@ class SpeechEngine(Generic[W]):
         return window
 
     def step(self, idle_since: float = 0.0) -> StepOutcome[TranscriptDelta]:
-        self._started_at = time.monotonic()
+        self._started_at, self._others_s = time.monotonic(), self.others.total_s
         self._deltas, self._done, self._waits = [], {}, []
         self._stalled = True  # before any job is looked at: its thread may finish in between
         self._drop_cancelled()
         self._accept_aligned()
+        with self._yield_points.active(self.others):
+            generated = self._compute()
+        return self._outcome(generated)
+
+    def _compute(self) -> int:
+        """Start windows, or generate a token of each. Return the number of tokens."""
         running, generated = self.runner.running, 0
         if windows := self._next_windows():
             self._run(self.runner.start, windows)
@@ -201,13 +211,16 @@ class SpeechEngine(Generic[W]):
             self._run(self.runner.step, list(running))
         if windows or generated:
             self._stalled = False
-            now = time.monotonic()
-            self.times.learn(len(windows), generated, now - self._started_at)
+            self.times.learn(len(windows), generated, self._spent_s())
             for window in running:
-                _item(window).progress_at = now
+                _item(window).progress_at = time.monotonic()
         for window in [window for window in running if window.finished]:
             self._finish(window)
-        return self._outcome(generated)
+        return generated
+
+    def _spent_s(self) -> float:
+        """Return the time of the step so far, without that of other models."""
+        return time.monotonic() - self._started_at - (self.others.total_s - self._others_s)
 
     def _drop_cancelled(self) -> None:
         for item in [item for item in self.jobs if not item.open]:
@@ -327,7 +340,7 @@ class SpeechEngine(Generic[W]):
             admitted=len(self._waits),
             running=running,
             waiting=len(self._waiting),
-            total_s=time.monotonic() - self._started_at,
+            total_s=self._spent_s(),
             waits_s=tuple(self._waits),
         )
         deltas = [(item, delta) for item, delta in self._deltas if item not in failed]
