@@ -94,10 +94,13 @@ class OtherServedModels:
     def max_turn_s(self) -> float:
         return MAX_TURN_S if self.busy else MAX_TURN_ALONE_S
 
-    def run_steps(self) -> None:
+    def run_steps(self, in_step: bool = True) -> None:
         started_at = self.worker.clock()
-        self.worker.run_other_steps(self.name)
+        self.worker.run_other_steps(self.name, in_step)
         self.total_s += self.worker.clock() - started_at
+
+    def run_all_steps(self) -> None:
+        self.run_steps(in_step=False)
 
     def wake(self) -> None:
         self.worker.inbox.put([])
@@ -365,19 +368,20 @@ class Worker:
                 self._used_s[item.model] = max(used_s, default=0.0)
             self._busy.add(item.model)
 
-    def run_other_steps(self, running: str) -> None:
+    def run_other_steps(self, running: str, in_step: bool = True) -> None:
         """At a yield point of one model's step, receive items and run a step of each other model.
-        Those have yield points too: models whose steps are interrupted are left out."""
+        Those have yield points too: models whose steps are interrupted are left out. `in_step`:
+        the first one's is; what else it runs leaves its engine free."""
         self._thread_tuner.end_turn()
         self._idle_since = self.clock()  # items that have arrived since have waited for it
         if not self._receive(0.0):
             self.stop()  # after the step
         self._count_time(running)
-        self._in_step.append(running)
+        outer, self._in_step = self._in_step, [*self._in_step, *([running] if in_step else ())]
         try:
             self._run_steps()
         finally:
-            self._in_step.pop()
+            self._in_step = outer
             self._resumed_at[running] = self.clock()
         self._begin_step()
 

@@ -2,6 +2,7 @@
 other requests, in chunks, with prefix hits and after preemption."""
 
 import io
+import itertools
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -15,12 +16,14 @@ from PIL import Image
 from transformers.models.auto import modeling_auto, processing_auto
 
 from batching.errors import DeadlineExceeded, InvalidInput
+from batching.step_times import MAX_TURN_S
 from tests import tiny_audio
 from tests.generating import Driver, Request, Served, serve
 from tests.matrix import matrix
 from tests.multimodal import engine, in_small_chunks, loaded, png, request, unpaged
 from worker.engines.generation.loading import load_generator
 from worker.messages.generation import Chat
+from worker.messages.protocol import NoOtherModels
 from worker.model.language_model import GeneratorOptions, auto_class
 from worker.vision import decoders, media_preprocessor, processor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
@@ -221,6 +224,32 @@ def test_windows_of_a_recording_are_encoded_apart(model: str, tiles: int) -> Non
     served, _ = serve(generator, [request("Tell me ", wav(3, 5.2)), request(ONE, "and this?")])
     assert_generated(model, served)
     assert generator._encoder_scheduler.encoder.tiles_encoded == tiles + 1
+
+
+@pytest.mark.parametrize("model", matrix(PAGED, "gemma4"))
+def test_a_chat_goes_on_between_the_layers_of_the_encoder(model: str) -> None:
+    """Its tokens, and those about the recording, are the library's."""
+    driver = Driver(engine(model))
+    generator, tokens = driver.generator, [0]
+
+    class Worker(NoOtherModels):
+        def run_all_steps(self) -> None:
+            tokens[-1] += driver.step().decode_tokens
+
+    generator.others = Worker()
+    assert generator._encoder_scheduler
+    generator._encoder_scheduler._yield_points._clock = itertools.count(
+        0.0, 2 * MAX_TURN_S
+    ).__next__
+    chat = driver.add(request("Tell me.", max_tokens=60))
+    while not driver.total("decode_tokens"):
+        driver.step()
+    sound = driver.add(request(ONE, "What is this?"))
+    tokens.append(0)
+    driver.step()
+    assert tokens[-1] > 1
+    driver.finish()
+    assert_generated(model, [chat, sound])
 
 
 def test_recording_evicted_from_the_cache_is_encoded_again() -> None:

@@ -241,7 +241,7 @@ def test_rows_are_dropped_after_prefill() -> None:
     served = driver.add(request(ONE, "?", max_tokens=6))
     assert prompt_of(served).processor_output is not None
     generator._encoder_scheduler, encoders = None, encoder_scheduler(generator)
-    encoders.step(generator.scheduler, streaming=False)
+    encoders.step(generator.scheduler, generator.others)
     assert prompt_of(served).processor_output is None
     assert prompt_of(served).rows
     generator._encoder_scheduler = encoders

@@ -449,6 +449,26 @@ def test_an_interrupted_step_is_not_entered_again() -> None:
     assert events == ["a begins", "b begins", "b ends", "a ends", "a begins", "a ends"]
 
 
+def test_an_engine_runs_its_own_steps_while_it_encodes(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, events = start(), list[str]()
+    step = bench.generator.step
+
+    def encoding_step(idle_since: float) -> Any:
+        if not events:
+            events.append("encoder begins")
+            bench.generator.others.run_all_steps()
+            events.append("encoder ends")
+        events.append("step")
+        return step(idle_since)
+
+    monkeypatch.setattr(bench.generator, "step", encoding_step)
+    bench.generate("say a b c")
+    wait_until(lambda: not bench.generator.running and "encoder ends" in events)
+    assert events[:4] == ["encoder begins", "step", "encoder ends", "step"]
+
+
 def test_an_engine_without_a_due_step_wakes_the_worker(
     start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,9 @@ class OtherModels(Protocol):
     def run_steps(self) -> None:
         """Run a step of each that has one due. Called at the yield points of a long step."""
 
+    def run_all_steps(self) -> None:
+        """Do the same, also for the engine's own model: what it runs is outside of its steps."""
+
     def wake(self) -> None:
         """Have the worker's thread ask all engines again when their next step is due. From any
         thread, for an engine that had none due."""
@@ -206,6 +209,9 @@ class NoOtherModels:
     total_s = 0.0
 
     def run_steps(self) -> None:
+        pass
+
+    def run_all_steps(self) -> None:
         pass
 
     def wake(self) -> None:

@@ -2,11 +2,11 @@
 
     waiting prompts in order → tiles not encoded yet → one encoder run → prompts that are ready
 
-A run encodes one tile while a sequence is running, which bounds the time between two tokens.
-Otherwise it encodes several tiles of the same shape, also of different prompts; on a CPU only small
-ones, because there large tiles take longer in a batch. Only the first few waiting prompts are
-encoded before their admission, and their rows are dropped once the prompt has been prefilled. Runs
-on the worker's thread.
+A run encodes one tile while a sequence is running, and steps of all models run between its layers:
+both bound the time between two tokens. Otherwise it encodes several tiles of the same shape, also
+of different prompts; on a CPU only small ones, because there large tiles take longer in a batch.
+Only the first few waiting prompts are encoded before their admission, and their rows are dropped
+once the prompt has been prefilled. Runs on the worker's thread.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,9 @@ from typing import NamedTuple
 from batching.errors import OnequeueError
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence as GeneratedSequence
+from worker.engines.pipeline.yield_points import YieldPoints
 from worker.error_classification import run_in_halves
+from worker.messages.protocol import OtherModels
 from worker.vision.encoder import VisionEncoder
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import MultimodalItem
@@ -37,17 +39,30 @@ class EncoderJob(NamedTuple):
 class EncoderScheduler:
     """`on_failure` is called with each prompt whose media could not be encoded."""
 
-    def __init__(self, encoder: VisionEncoder, on_failure: OnFailure) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, yield_points: YieldPoints, on_failure: OnFailure
+    ) -> None:
         self.encoder = encoder
+        self._yield_points = yield_points
         self._on_failure = on_failure
         self._ready: dict[MultimodalPrompt, None] = {}
+        self._is_encoding = False
 
-    def step(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
-        """Run the encoder at most once, and mark prompts ready whose media are all encoded."""
-        waiting = self.waiting(scheduler)
-        jobs = [EncoderJob(prompt, item) for prompt in waiting for item in self._missing(prompt)]
+    def step(self, scheduler: ContinuousScheduler, others: OtherModels) -> None:
+        """Run the encoder at most once, unless this is called within its run, and mark prompts
+        ready whose media are all encoded."""
+        waiting, jobs = self.waiting(scheduler), list[EncoderJob]()
+        if not self._is_encoding:
+            jobs = [EncoderJob(prompt, i) for prompt in waiting for i in self._missing(prompt)]
         if jobs:
-            self._encode(_first_batch(jobs, 1 if streaming else self._max_batch(jobs[0].item)))
+            one_by_one = bool(scheduler.running) or others.busy
+            batch = _first_batch(jobs, 1 if one_by_one else self._max_batch(jobs[0].item))
+            self._is_encoding = True
+            try:
+                with self._yield_points.active(others):
+                    self._encode(batch)
+            finally:
+                self._is_encoding = False
         for prompt in waiting:
             self._mark_ready_if_encoded(prompt)
         recomputing = [prompt.recomputing for prompt in waiting if prompt.recomputing]

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from batching.errors import ClientGone, DeadlineExceeded
 from batching.fair_share import WorkOwner, in_turn
+from worker.engines.pipeline.yield_points import YieldPoints
 from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
@@ -49,11 +50,14 @@ class MediaPreprocessor:
         self.memory_limiter = MemoryLimiter(max_bytes)
         self.cache = EncoderCache()
         self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="media")
+        self._yield_points: YieldPoints | None = None
 
     def new_scheduler(self, runner: PagedRunner, on_failure: OnFailure) -> EncoderScheduler:
         """Return a scheduler of the encoder, with an empty cache."""
-        self.cache = EncoderCache()
-        return EncoderScheduler(VisionEncoder(runner, self.cache), on_failure)
+        self.cache, model = EncoderCache(), cast(Any, runner.language.model)
+        self._yield_points = self._yield_points or YieldPoints(model, model.get_decoder())
+        encoder = VisionEncoder(runner, self.cache)
+        return EncoderScheduler(encoder, self._yield_points, on_failure)
 
     @contextmanager
     def admit(self, media: Sequence[MediaInput], cache_namespace: bytes = b"") -> Iterator[None]:

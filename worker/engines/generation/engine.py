@@ -269,8 +269,10 @@ class GenerationEngine:
 
     def step(self, idle_since: float = 0.0) -> StepOutcome[DeltaSource]:
         self._step_started = time.monotonic()
-        self._counts, self._deltas, self._full = Counter(), {}, 0
         self._drop_cancelled()
+        if self._encoder_scheduler:  # while it runs, this engine may, too
+            self._encoder_scheduler.step(self.scheduler, self.others)
+        self._counts, self._deltas, self._full = Counter(), {}, 0
         if chunks := self._schedule():
             for of_form in _by_form(chunks):
                 self._launch(of_form)
@@ -289,8 +291,6 @@ class GenerationEngine:
         steady, running = self.scheduler.is_steady, self.scheduler.running
         uncomputed = [1] if steady else [sequence.uncomputed for sequence in running]
         streaming, budget = min(uncomputed, default=2) <= 1 or self.others.busy, 0
-        if self._encoder_scheduler:
-            self._encoder_scheduler.step(self.scheduler, streaming)
         if self._speculation:
             self._speculation.begin_step(len(running))
         if self.scheduler.num_waiting or max(uncomputed, default=0) > 1:

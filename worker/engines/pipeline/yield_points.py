@@ -24,9 +24,12 @@ class StepCancelled(Exception):
 
 
 class YieldPoints:
-    """Hooks on a model, which do something only inside of `with yield_points.active(...)`."""
+    """Hooks on a model, which do something only inside of `with yield_points.active(...)`.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `decoder`: a part of it without hooks. Outside of this no step of the model's engine runs, and
+    so the engine's own steps run at the yield points, too."""
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module | None = None) -> None:
         self._clock: Callable[[], float] = time.monotonic
         self._others: OtherModels | None = None  # None: not active
         self._is_wanted: Callable[[], bool] = lambda: True
@@ -36,9 +39,13 @@ class YieldPoints:
         self.first_forward_s = 0.0  # of the last step, without the steps of other models
         # entered while other models run
         self.outside: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._runs_own = decoder is not None
+        left_out = {*decoder.modules()} if decoder else set()
         for inner in innermost_models(model):
-            inner.register_forward_pre_hook(self._before_forward)
-        stacks = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
+            if inner not in left_out:
+                inner.register_forward_pre_hook(self._before_forward)
+        modules = [module for module in model.modules() if module not in left_out]
+        stacks = [[*module] for module in modules if isinstance(module, nn.ModuleList)]
         self.depth = max(map(len, stacks), default=1)  # layers of the longest stack
         for layer in dict.fromkeys(itertools.chain(*stacks)):
             layer.register_forward_pre_hook(self._before_layer)
@@ -83,7 +90,7 @@ class YieldPoints:
         self._others = None
         try:
             with torch.inference_mode(False), self.outside():  # as outside of the step
-                others.run_steps()
+                (others.run_all_steps if self._runs_own else others.run_steps)()
         finally:
             self._others = others
         self._turn_started = self._clock()
