@@ -25,15 +25,9 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoFeatureExtractor,
-    AutoProcessor,
-    AutoTokenizer,
-    ProcessorMixin,
-)
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.processing_utils import MODALITY_TO_AUTOPROCESSOR_MAPPING
 
 from batching.errors import InvalidInput, OnequeueError
 from worker.error_classification import first_line
@@ -404,12 +398,6 @@ def _tile_digest(digest: bytes, number: int) -> bytes:
 
 # ── loading ──
 
-PARTS: dict[str, Any] = {
-    "image_processor": AutoImageProcessor,
-    "tokenizer": AutoTokenizer,
-    "feature_extractor": AutoFeatureExtractor,
-}
-
 
 def load_processor(path: str) -> Any:
     """Load a checkpoint's ProcessorMixin, its tokenizer with the chat template. Raises ImportError,
@@ -437,13 +425,14 @@ def _load_without_videos(path: str, error: ImportError) -> Any:
     names = cls.get_attributes() if cls and not getattr(cls, "is_dummy", False) else []
     if "video_processor" not in names:
         raise error
-    parts = {
-        name: PARTS[name].from_pretrained(path, trust_remote_code=False)
+    loaders: Any = MODALITY_TO_AUTOPROCESSOR_MAPPING
+    parts = [
+        loaders[name].from_pretrained(path, trust_remote_code=False)
+        if name in loaders and name != "video_processor"
+        else None
         for name in names
-        if name in PARTS
-    }
-    without_videos = _accept_missing_parts(cls)
-    return without_videos.from_args_and_dict([parts.get(name) for name in names], settings)
+    ]
+    return _accept_missing_parts(cls).from_args_and_dict(parts, settings)
 
 
 def _accept_missing_parts(cls: Any) -> Any:

@@ -58,7 +58,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             self.queries, self.documents = (
                 FormTokenizer(late, tokenizer, form) for form in ("query", "document")
             )
-        super().__init__(model, self.pooling.pool, tokenizer, info)
+        super().__init__(model, self.pooling, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
         self.reads_last_state = {*config.poolings} == {"lasttoken"}
         row = TokenRow(tokenizer.encode("a"))
@@ -180,13 +180,6 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             vectors = vectors / np.maximum(norms, np.float32(1e-12))
         content = b"" if payload.encoding == "vectors" else encode_vectors(vectors, payload)
         return EmbeddingOutput(content, vectors, item.tokens)
-
-    # ── worker thread ──
-
-    def apply_head(self, pooled: Tensor) -> Tensor:
-        """Return vectors [texts, D]."""
-        vectors: Tensor = self.pooling.layers(pooled)
-        return vectors
 
 
 def to_numbers(array: Vectors) -> bytes:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from worker.engines.embedding.sentence_transformers import Normalize, SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TokenRow
 
-# From a row's states [tokens, H], or its logits [labels], to its pooled result.
-PoolFunction = Callable[[Tensor, TokenRow], Tensor]
+# From a row's states [tokens, H], of all tokens or of the last one, or its logits [labels], to its
+# output.
+Head = Callable[[Tensor, TokenRow], Tensor]
 
 
 def _weighted_mean(states: Tensor, start: int) -> Tensor:
@@ -44,9 +45,10 @@ class PoolingHead:
             layers.pop()  # vectors are normalized after they are truncated to `dimensions`
         self.layers = nn.Sequential(*layers).to(device)  # vectors [texts, D] → [texts, D']
 
-    def pool(self, states: Tensor, row: TokenRow) -> Tensor:
-        """Pool a text's states [tokens, H] to one vector, unless all of them are requested. Tokens
-        that are kept for late interaction have a vector each."""
+    @torch.inference_mode()
+    def __call__(self, states: Tensor, row: TokenRow) -> Tensor:
+        """Return a text's vector by its states [tokens, H], unless all of them are requested.
+        Tokens that are kept for late interaction have a vector each."""
         if row.kept is not None:
             kept = states[torch.tensor(row.kept, device=states.device)]
             vectors: Tensor = self.layers(kept.float())
@@ -54,9 +56,11 @@ class PoolingHead:
         if not row.is_pooled:
             return states.to(torch.float32, copy=True)  # does not keep the batch's states alive
         if self.splade:
-            return self.splade.pool(states)
-        start = row.prompt_tokens
-        if self.include_prompt or start >= len(states):
-            start = 0
-        pooled = [POOLINGS[name](states[start:].float(), start) for name in self.poolings]
-        return torch.cat(pooled) if len(pooled) > 1 else pooled[0]
+            pooled = self.splade.pool(states)
+        else:
+            start = 0 if self.include_prompt else row.prompt_tokens
+            start = start if start < len(states) else 0
+            parts = [POOLINGS[name](states[start:].float(), start) for name in self.poolings]
+            pooled = torch.cat(parts) if len(parts) > 1 else parts[0]
+        vector: Tensor = self.layers(pooled[None])[0]
+        return vector

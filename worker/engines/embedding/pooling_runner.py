@@ -2,14 +2,12 @@
 pipeline's runner, a decoder by the generation engine (engine.py).
 
     prepare (pool thread): tokenize and validate
-    → forward (worker thread): run the token rows in one pass, pool their states, apply the layers
-      after pooling
+    → forward (worker thread): run the token rows in one pass, apply the head to their states
     → finish (pool thread): convert to the response's numbers
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Span, TokenIds
-from worker.engines.embedding.pooling import PoolFunction
+from worker.engines.embedding.pooling import Head
 from worker.engines.embedding.single_pass import SinglePassModel
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.engines.pipeline.engine import run_alone
@@ -37,7 +35,7 @@ RowModel = SinglePassModel | PagedRunner
 
 class PoolingRunner(ABC, Generic[Payload, Result]):
     """Implements Runner, if its model runs texts in one pass, and TextModel of
-    worker.messages.protocol. `pool` is applied to the states of a row."""
+    worker.messages.protocol. `head` gives the output of a row by its states."""
 
     warm_up_input: Payload  # the smallest valid one
     others: OtherModels = ALONE
@@ -47,9 +45,9 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
     media_preprocessor = None
 
     def __init__(
-        self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
+        self, model: RowModel, head: Head, tokenizer: TextTokenizer, info: ModelInfo
     ) -> None:
-        self.model, self.pool = model, pool
+        self.model, self.head = model, head
         self.tokenizer, self.hf_tokenizer = tokenizer, tokenizer.tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
@@ -77,31 +75,12 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
 
     @torch.inference_mode()
     def forward(self, prepared: list[list[TokenRow]]) -> list[list[Tensor] | Cut]:
-        """Return the tensors of an item's rows; CUT where rows need another batch."""
+        """Return the outputs of an item's rows; CUT where rows need another batch."""
         assert isinstance(self.model, SinglePassModel)
-        self.model.run([row for rows in prepared for row in rows], self.pool, self.others)
-        is_done = [all(row.result is not None for row in rows) for rows in prepared]
-        items = list(zip(prepared, is_done, strict=True))
-        outputs = self._outputs([row for rows, complete in items if complete for row in rows])
-        return [list(islice(outputs, len(rows))) if complete else CUT for rows, complete in items]
-
-    def _outputs(self, rows: Sequence[TokenRow]) -> Iterator[Tensor]:
-        """Yield the output of each of the rows, which have run."""
-        results = [(row, row.result) for row in rows if row.result is not None]
-        pooled = [result for row, result in results if row.is_pooled]
-        vectors = iter(self.apply_head(torch.stack(pooled)).cpu() if pooled else ())
-        for row, result in results:
-            yield next(vectors) if row.is_pooled else result.cpu()
-
-    @torch.inference_mode()
-    def head(self, states: Tensor, row: TokenRow) -> Tensor:
-        """Return the output of a row by its states: of all tokens, or of the last one."""
-        result = self.pool(states, row)
-        return self.apply_head(result[None])[0] if row.is_pooled else result
-
-    def apply_head(self, pooled: Tensor) -> Tensor:
-        """Run the layers after pooling on [rows, …]."""
-        return pooled
+        self.model.run([row for rows in prepared for row in rows], self.head, self.others)
+        outputs = [[row.output.tensor() for row in rows if row.output] for rows in prepared]
+        pairs = zip(prepared, outputs, strict=True)
+        return [output if len(output) == len(rows) else CUT for rows, output in pairs]
 
     def finish(self, item: WorkItem[Payload], raw: list[Tensor]) -> Result:
         """Return an item's result from the outputs of its rows. Raises ItemFailed for NaN."""

@@ -15,7 +15,7 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.engines.embedding.late_interaction import FormTokenizer
 from worker.engines.embedding.pairs import PairTokenizer
-from worker.engines.embedding.pooling import PoolFunction, PoolingHead
+from worker.engines.embedding.pooling import Head, PoolingHead
 from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel
 from worker.engines.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
@@ -24,20 +24,20 @@ from worker.messages.scoring import MAX_TOKEN_PAIRS, ScoringInput, ScoringOutput
 
 
 class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
-    """`pair_tokenizer`: from pairs to a token row each. `pool`: from a row's states to a number."""
+    """`pair_tokenizer`: from pairs to a token row each. `head`: from a row's states to a number."""
 
     warm_up_input = ScoringInput([("a", "a")], [("query", "documents")])
 
     def __init__(
         self,
         model: RowModel,
-        pool: PoolFunction,
+        head: Head,
         tokenizer: TextTokenizer,
         pair_tokenizer: PairTokenizer,
         activation: nn.Module | None,
         info: ModelInfo,
     ) -> None:
-        super().__init__(model, pool, tokenizer, info)
+        super().__init__(model, head, tokenizer, info)
         self.pair_tokenizer = pair_tokenizer
         self.activation = activation or nn.Sigmoid()
 
@@ -63,7 +63,7 @@ class LateReranker(PoolingRunner[ScoringInput, ScoringOutput]):
         config: SentenceTransformersConfig,
         info: ModelInfo,
     ) -> None:
-        super().__init__(model, PoolingHead(config, info.device).pool, tokenizer, info)
+        super().__init__(model, PoolingHead(config, info.device), tokenizer, info)
         assert config.late
         self.reduce = Tensor.mean if config.late.is_mean else Tensor.sum
         self.prompts = config.role_prompt("query"), config.role_prompt("document")
@@ -108,7 +108,7 @@ def label_logit(logits: Tensor, row: TokenRow) -> Tensor:
     return logits[0].float()
 
 
-def answer_logit(direction: Tensor) -> PoolFunction:
+def answer_logit(direction: Tensor) -> Head:
     """Return a function from states to the logit of one answer less that of the other.
 
     `direction` [H] is the difference of the two answers' output weights."""

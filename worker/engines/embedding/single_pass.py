@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from batching.step_times import StepTimes
+from worker.device.async_copy import AsyncCopy
 from worker.device.self_check import random_prompts
-from worker.engines.embedding.pooling import PoolFunction
+from worker.engines.embedding.pooling import Head
 from worker.engines.embedding.tokenization import TokenRow
 from worker.engines.pipeline.loading import choose_batching, pad
 from worker.engines.pipeline.yield_points import YieldPoints
@@ -45,9 +46,9 @@ class SinglePassModel:
         return self.model.device
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, others: OtherModels) -> None:
-        """Set the result of each row, or of the first ones, from one forward pass."""
-        rows = [row for row in rows if row.result is None]
+    def run(self, rows: Sequence[TokenRow], head: Head, others: OtherModels) -> None:
+        """Set the output of each row, or of the first ones, from one forward pass."""
+        rows = [row for row in rows if row.output is None]
         if not rows:  # another item of their batch has failed
             return
         is_masked = rows[0].attended is not None  # with slower attention
@@ -63,7 +64,7 @@ class SinglePassModel:
         else:
             parts = torch.split(outputs, [len(row.ids) for row in rows])
         for row, part in zip(rows, parts, strict=True):
-            row.result = pool(part, row)
+            row.output = AsyncCopy(head(part, row))
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[TokenRow]) -> Tensor:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.sequence import TokenList
+from worker.device.async_copy import AsyncCopy
 from worker.engines.pipeline.limits import MAX_TEXT_CHARS
 from worker.messages.generation import Chat
 from worker.messages.scoring import Truncation
@@ -24,15 +24,15 @@ DISABLED = ("truncation", "padding", "verbose", "return_attention_mask", "return
 
 @dataclass(slots=True, eq=False)
 class TokenRow:
-    """The tokens of a text or a pair, special ones included, and its pooled result once run."""
+    """The tokens of a text or a pair, special ones included, and its output once run."""
 
     ids: TokenList
     token_type_ids: TokenList | None = None  # for models that distinguish the texts of a pair
     prompt_tokens: int = 0  # at the start, which pooling may leave out
-    is_pooled: bool = True  # False: the result is the states of all tokens, or of `kept` ones
+    is_pooled: bool = True  # False: the output is the states of all tokens, or of `kept` ones
     kept: Sequence[int] | None = None
     attended: int | None = None  # the tokens at the start that all attend to; None: all
-    result: Tensor | None = None
+    output: AsyncCopy | None = None
 
 
 class TextTokenizer:
