@@ -83,10 +83,6 @@ POLL_S = 0.1  # how often the end of a response that another process generates i
 T = TypeVar("T")
 
 
-class TooLarge(Exception):
-    """The stored responses that a request refers to exceed a size, which is the message."""
-
-
 class BackgroundJob(StoredJob):
     """A response that is generated in the background."""
 
@@ -237,13 +233,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.models.max_entries
         request = decode(parse_json(body), ResponseRequest, self.models.id_for, scope, max_entries)
-        namespace, max_body = owner_from(scope).namespace, scope["app"].max_body
-        look_up = partial(self.store.items, namespace, count=counter(scope, max_body))
-        try:
-            items = to_documents(request.input, look_up)
-        except TooLarge as error:
-            reason = f"the stored responses with its items exceed {error}"
-            raise InvalidInput.at("input", reason) from None
+        namespace = owner_from(scope).namespace
+        look_up = partial(self.store.items, namespace, count=counter(scope, "input"))
+        items = to_documents(request.input, look_up)
         previous = self._previous_items(request, scope)
         if request.conversation:
             check_ids(items, previous, "input")
@@ -258,19 +250,16 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     def _previous_items(self, request: ResponseRequest, scope: Scope) -> list[Document]:
         """Return all items that the request continues: those of a conversation, or of a response
-        and those before it. They may be as large as a request body."""
-        path, namespace = "previous_response_id", owner_from(scope).namespace
-        id, count = request.previous_response_id, counter(scope, scope["app"].max_body)
-        chain: list[Stored] = []
+        and those before it."""
+        path = "conversation" if request.conversation else "previous_response_id"
+        namespace, id = owner_from(scope).namespace, request.previous_response_id
+        count, chain = counter(scope, path), list[Stored]()
         try:
             if conversation_id := request.conversation_id:
-                path = "conversation"
                 read = self.store.conversation
                 return read(of_conversations(namespace), conversation_id, count)
             if id is not None:
                 chain = self.store.chain(namespace, id, count)
-        except TooLarge as error:
-            raise InvalidInput.at(path, f"its items exceed {error}") from None
         except NotStored as error:
             kind = "conversation" if request.conversation else "stored response"
             raise not_found(error.id, kind, path) from None
@@ -474,16 +463,18 @@ def owner_from(scope: Scope) -> Owner:
     return owner_of(scope["context"].key.id, address_of(scope))
 
 
-def counter(scope: Scope, max_bytes: float = math.inf) -> Count:
+def counter(scope: Scope, param: str = "") -> Count:
     """Return a function for a pool thread: it counts stored bytes that a request is about to hold,
-    and raises QueueFull if there is no memory for them, TooLarge beyond `max_bytes`."""
+    and raises QueueFull if there is no memory for them. Items that a parameter refers to may be as
+    large as a body: else InvalidInput."""
+    max_bytes = scope["app"].max_body if param else math.inf
     left, uncounted = max_bytes, 0
 
     def count(size: int) -> None:
         nonlocal left, uncounted
         left, uncounted = left - size, uncounted + size
         if left < 0:
-            raise TooLarge(f"{max_bytes / 1_000_000:g} MB")
+            raise InvalidInput.at(param, f"the stored items exceed {max_bytes / 1_000_000:g} MB")
         if uncounted > INLINE_BYTES:  # a conversation may have thousands of small responses
             size, uncounted = uncounted, 0
             anyio.from_thread.run_sync(scope["app"].count_body, scope, size)
