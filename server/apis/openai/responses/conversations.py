@@ -22,7 +22,6 @@ from server.apis.openai.models import ModelGroup
 from server.apis.openai.request_fields import convert, convert_body, limit_lists
 from server.apis.openai.response_schemas import Conversation, Deleted, ItemList
 from server.apis.openai.responses.endpoint import (
-    Page,
     counter,
     not_found,
     owner_from,
@@ -123,14 +122,13 @@ class Conversations:
         return await self._run(request, add, NewItems)
 
     @Operation(
-        "GET /v1/conversations/{id}/items", "The items of a conversation", ItemList, query=Page
+        "GET /v1/conversations/{id}/items", "The items of a conversation", ItemList, query=ListPage
     )
     async def list_items(self, request: Request) -> bytes:
-        page = convert(dict(request.query_params), Page, strict=False)
-        listed = ListPage(page.after, page.limit, page.order == "desc")
+        page = convert(dict(request.query_params), ListPage, strict=False)
 
         def list_page() -> bytes:
-            items = self.store.conversation_page(self._count(request), listed)
+            items = self.store.conversation_page(self._count(request), page)
             return encode_page(ItemList, items, page.limit)
 
         return await self._run(request, list_page)

@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import anyio.from_thread
 import orjson
@@ -44,6 +44,7 @@ from server.apis.openai.responses.store import (
     of_conversations,
 )
 from server.apis.openai.store import (
+    ListPage,
     Owner,
     encode_page,
     in_store,
@@ -175,24 +176,6 @@ class Retrieval(Struct):
 
     stream: Annotated[bool, STREAM] = False
     starting_after: Annotated[int, AFTER] | None = None
-
-
-class Page(Struct):
-    """The query of a response's input items."""
-
-    order: Literal["asc", "desc"] = "desc"
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    after: Annotated[str | None, Meta(description="The id of an item")] = None
-
-    def encode(self, items: list[Document]) -> bytes:
-        """Return the page of a list as JSON."""
-        items, start = items[:: -1 if self.order == "desc" else 1], 0
-        if self.after is not None:
-            ids = [item["id"] for item in items]
-            if self.after not in ids:
-                raise InvalidInput.at("after", f"there is no input item {self.after[:100]!r}")
-            start = ids.index(self.after) + 1
-        return encode_page(ItemList, items[start : start + self.limit + 1], self.limit)
 
 
 @Operation(
@@ -394,14 +377,14 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         "GET /v1/responses/{id}/input_items",
         "The input items of a response, newest first",
         ItemList,
-        query=Page,
+        query=ListPage,
     )
     async def input_items(self, request: Request) -> bytes:
         scope, id = request.scope, request.path_params["id"]
-        page = convert(dict(request.query_params), Page, strict=False)
+        page = convert(dict(request.query_params), ListPage, strict=False)
 
         def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
-            return page.encode(store.get(namespace, id, counter(scope)).input)
+            return encode_items(store.get(namespace, id, counter(scope)).input, page)
 
         return await self._in_stores(read, scope, id)
 
@@ -457,6 +440,17 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 async def refuse_compaction(request: Request) -> bytes:
     reason = "is not implemented: send the items themselves, or a summary that a response writes"
     raise InvalidInput(f"{COMPACT_PATH} {reason}")
+
+
+def encode_items(items: list[Document], page: ListPage) -> bytes:
+    """Return a page of a response's input items as JSON."""
+    items, start = items[:: -1 if page.order == "desc" else 1], 0
+    if page.after is not None:
+        ids = [item["id"] for item in items]
+        if page.after not in ids:
+            raise InvalidInput.at("after", f"there is no input item {page.after[:100]!r}")
+        start = ids.index(page.after) + 1
+    return encode_page(ItemList, items[start : start + page.limit + 1], page.limit)
 
 
 def owner_from(scope: Scope) -> Owner:
