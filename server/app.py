@@ -96,9 +96,9 @@ def create_app(
     loaders: Loaders = {kind: own for kind, own in zip(KINDS, given, strict=True) if own}
     with_loader = {name for name, kind in MODELS.items() if kind in loaders}
     settings = check_models(settings, with_loader)
+    entries = model_entries(settings, with_loader)
     if store := open_stored_prefixes(settings):
         SECRET[:] = store.secret
-    entries = model_entries(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic, size_of)

@@ -9,8 +9,7 @@ from typing import Any
 
 from server.apis.openai.decisions.endpoint import uses_language_model
 from server.core.settings import OPTIONS, ModelReference, Settings, parse_models
-from server.preflight import MODELS
-from worker.tasks import resolve_task
+from server.preflight import MODELS, pipeline_task
 
 TEXT_GENERATION = "text-generation"
 # Settings of the default chat model, with their value for others.
@@ -36,8 +35,8 @@ class ModelEntry:
 
 
 def model_entries(settings: Settings, with_loader: Container[str]) -> list[ModelEntry]:
-    """Return the entries of all settings. Models that generate text share KV_CACHE_GB and
-    MAX_RUNNING.
+    """Return the entries of all settings, each pipeline with its task. Models that generate text
+    share KV_CACHE_GB and MAX_RUNNING. Raises SettingsError for a task that is not served.
 
     `with_loader`: settings whose models a function loads."""
     entries = list(_entries(settings, with_loader))
@@ -56,8 +55,8 @@ def _entries(settings: Settings, with_loader: Container[str]) -> Iterator[ModelE
         for name, reference in _named(setting, settings):
             own, served_by = reference.apply(settings), name
             generates = kind == "generation"
-            if setting == "pipeline_model" and own.pipeline_task != "auto":
-                own = replace(own, pipeline_task=resolve_task(own.pipeline_task))
+            if setting == "pipeline_model":
+                own = replace(own, pipeline_task=pipeline_task(own, reference))
             if setting == "pipeline_model" and setting not in with_loader:
                 if generates := uses_language_model(own, reference.path):
                     own = replace(own, chat_template="auto")
@@ -96,6 +95,5 @@ def _with_share(settings: Settings, count: int) -> Settings:
 
 def shares_recognizer(pipeline: ModelEntry, transcription: ModelEntry) -> bool:
     """Return whether POST / and /v1/audio use the same model, which is then loaded once."""
-    task = resolve_task(pipeline.settings.pipeline_task)
     same = pipeline.reference.path == transcription.reference.path
-    return same and task == "automatic-speech-recognition"
+    return same and pipeline.settings.pipeline_task == "automatic-speech-recognition"

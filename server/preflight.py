@@ -31,6 +31,7 @@ from batching.errors import InvalidInput
 from server.apis.openai.request_fields import GenerationRequest, convert
 from server.core.settings import (
     MODEL_SETTINGS,
+    ModelReference,
     Settings,
     SettingsError,
     is_folder,
@@ -110,8 +111,8 @@ def exit_with_error(error: Exception | str, status: int = STARTUP_FAILURE) -> No
 
 
 def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settings:
-    """Return the settings with resolved models and pipeline task. Models of the settings
-    `with_loader` are not checked: a function loads them."""
+    """Return the settings with resolved models. Those of the settings `with_loader` are not
+    checked: a function loads them."""
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"DEVICE={settings.device!r}: must be auto, cpu, cuda or cuda:N")
     task, names_pipeline = settings.pipeline_task, settings.pipeline_model != "auto"
@@ -137,7 +138,7 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
         raise SettingsError(f"{nones}: there is nothing to serve")
-    return resolve_tasks(settings)
+    return settings
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:
@@ -206,28 +207,16 @@ def check_setting(name: str, settings: Settings) -> None:
             raise SettingsError(conflict)
 
 
-def resolve_tasks(settings: Settings) -> Settings:
-    """Return the settings with the task of each pipeline: that of the first one in its setting, of
-    others in their entries."""
-    references = parse_models("pipeline_model", settings.pipeline_model)
-    tasks = []
-    for reference in references or [None]:
-        own = reference.apply(settings) if reference else settings
-        try:
-            tasks.append(detect_task(own.pipeline_task, reference.path if reference else "none"))
-        except UnservedTask as error:
-            where = "PIPELINE_TASK"
-            if reference and "pipeline_task" in dict(reference.options):
-                where = f"PIPELINE_MODEL={reference.entry!r}"
-            raise SettingsError(f"{where}: {error}") from None
-        except TaskError as error:
-            raise SettingsError(str(error)) from None
-    entries = [reference.entry for reference in references]
-    for n, task in enumerate(tasks[1:], start=1):
-        if "pipeline_task" not in dict(references[n].options):
-            entries[n] += f";task={task}"
-    models = ",".join(entries) or settings.pipeline_model
-    return replace(settings, pipeline_task=tasks[0], pipeline_model=models)
+def pipeline_task(settings: Settings, reference: ModelReference) -> str:
+    """Return the task of a pipeline, by its own settings. Raises SettingsError."""
+    try:
+        return detect_task(settings.pipeline_task, reference.path)
+    except UnservedTask as error:
+        is_own = "pipeline_task" in dict(reference.options)
+        where = f"PIPELINE_MODEL={reference.entry!r}" if is_own else "PIPELINE_TASK"
+        raise SettingsError(f"{where}: {error}") from None
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
 
 
 def resolve_models(settings: Settings, with_loader: Container[str]) -> Settings:

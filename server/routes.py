@@ -70,7 +70,8 @@ def make_routes(
     """Return the routes, and the runner of jobs. `models`: those that a request may name."""
     named = ModelGroup(*models.values())
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
-    routes += routes_of(IndexPage(settings, worker_client).index, health, ready, version)
+    shown = next((entry.settings for entry in entries if entry.kind == "pipeline"), settings)
+    routes += routes_of(IndexPage(shown, worker_client).index, health, ready, version)
     routes += routes_of(debug_queue, load, reset_prefix_cache)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
@@ -153,7 +154,8 @@ def pipeline_routes(
             classifiers[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
     if not endpoints:
         return []
-    served = (pipeline_operation(settings.pipeline_task), endpoints), (PREDICT, classifiers)
+    operation = pipeline_operation(pipelines[0].settings.pipeline_task)
+    served = (operation, endpoints), (PREDICT, classifiers)
     shared = settings, worker_client
     return [
         OperationRoute(of, PipelineModels(*shared, ModelGroup([*models]), models))

@@ -303,7 +303,7 @@ def test_expired_files_are_removed_unless_a_batch_needs_them(
     needed, expired, kept = record.job.input_file_id, add(store, b"x", 0), add(store, b"x")
     with pytest.raises(HttpError):
         store.file(KEY, expired)
-    assert expired.encode() not in store.list_files(KEY, ListPage(None, 9, True), None)
+    assert expired.encode() not in store.list_files(KEY, ListPage(), None)
     store.remove_expired()
     assert content_of(store, expired) == b""
     now = time.time()
@@ -334,7 +334,7 @@ def test_what_is_left_of_an_upload_is_removed(
         patch.setattr(store, "_delete_files", fail)  # as if the process was killed
         with pytest.raises(OSError, match="No space"):
             add(store, b"x")
-    assert b'"data":[]' in store.list_files(KEY, ListPage(None, 9, True), None)
+    assert b'"data":[]' in store.list_files(KEY, ListPage(), None)
     store.remove_expired()
     assert store.database.execute("SELECT count(*) FROM files") == [(1,)]
     later = time.time() + store_module.MAX_UPLOAD_S + 1
@@ -395,4 +395,6 @@ def test_a_key_has_a_bounded_number_of_batches(
     for record in records:
         store.finish(record, "failed")
     create()
-    assert len(json.loads(store.list_batches(KEY, ListPage(None, 10, True)))["data"]) == 2
+    newest = json.loads(store.list_batches(KEY, ListPage()))["data"]
+    assert len(newest) == 2
+    assert json.loads(store.list_batches(KEY, ListPage(order="asc")))["data"] == newest[::-1]

@@ -196,7 +196,7 @@ def test_a_local_model_is_loaded_under_a_name_without_its_folders(
 ) -> None:
     folder = tmp_path / "private" / "model"
     folder.mkdir(parents=True)
-    settings = Settings(**{setting: str(folder)})  # type: ignore[arg-type]
+    settings = Settings(pipeline_task="fill-mask", **{setting: str(folder)})  # type: ignore[arg-type]
     [entry] = [e for e in model_entries(settings, ()) if e.reference.path == str(folder)]
     options = loader_options(kind, entry, **given)
     assert (options.name, options.model) == ("model", str(folder))

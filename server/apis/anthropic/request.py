@@ -6,7 +6,7 @@ blocks.py converts the messages. What the API has for its own operation (`metada
 `cache_control`, `context_management`) is accepted without effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -20,7 +20,7 @@ from server.apis.anthropic.blocks import (
 )
 from server.apis.openai.request_fields import Effort, GenerationRequest, PositiveInt, Stops
 from server.apis.openai.response_format import RequestedFormat, check_depth
-from server.apis.openai.tools import MAX_TOOLS, Mode, Name, tool_policy
+from server.apis.openai.tools import MAX_TOOLS, CallableTool, Mode, Name, by_name, tool_policy
 from server.http.errors import THREAD
 from server.http.json import Document
 from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
@@ -65,8 +65,7 @@ class ClientTool(Struct):
     strict: bool | None = None
     type: Annotated[str | None, Meta(extra_json_schema={"enum": ["custom", None]})] = None
 
-    def to_template(self, path: str) -> Document:
-        """Return the tool as chat templates read it."""
+    def callable(self, path: str) -> CallableTool:
         if self.type not in (None, "custom"):
             reason = "must be custom: tools that Anthropic defines or runs are not implemented"
             raise InvalidInput.at(f"{path}.type", f"{reason}, such as {self.type[:50]!r}")
@@ -79,7 +78,7 @@ class ClientTool(Struct):
         function["parameters"] = self.input_schema
         if self.strict:
             function["strict"] = True
-        return {"type": "function", "function": function}
+        return CallableTool({"type": "function", "function": function}, path)
 
 
 ClientTools = Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)]
@@ -91,10 +90,11 @@ class CallChoice(Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-def call_policy(tools: Sequence[ClientTool], choice: CallChoice | None) -> ToolCallPolicy | None:
+def call_policy(
+    tools: Mapping[str, CallableTool], choice: CallChoice | None
+) -> ToolCallPolicy | None:
     """Return which tools may be called, None if none may. InvalidInput for an impossible choice."""
     choice = choice or CallChoice("auto")
-    names = {f"tools[{n}].name": tool.name for n, tool in enumerate(tools)}
     if choice.type in ("any", "tool") and not tools:
         raise InvalidInput.at("tool_choice", f"{choice.type!r} requires tools")
     modes: dict[str, Mode] = {"any": "required", "tool": "required", "auto": "auto"}
@@ -104,7 +104,7 @@ def call_policy(tools: Sequence[ClientTool], choice: CallChoice | None) -> ToolC
             raise InvalidInput.at("tool_choice.name", "is required")
         chosen = {"tool_choice.name": choice.name}
     parallel = choice.type != "tool" and not choice.disable_parallel_tool_use
-    return tool_policy(names, modes.get(choice.type, "none"), chosen, parallel)
+    return tool_policy(tools, modes.get(choice.type, "none"), chosen, parallel)
 
 
 class CountTokensRequest(GenerationRequest, kw_only=True):
@@ -154,9 +154,8 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
 
     def generation_input(self) -> GenerationInput:
         """Return the model's input; InvalidInput for unusable tools, blocks or formats."""
-        tools = self.tools or []
+        tools = by_name(tool.callable(f"tools[{n}]") for n, tool in enumerate(self.tools or ()))
         policy = call_policy(tools, self.tool_choice)
-        shown = [tool.to_template(f"tools[{n}]") for n, tool in enumerate(tools)]
         messages, images = to_template_messages(self.system, self.messages)
         thinking, effort = self._reasoning()
         is_prefilled = isinstance(self.messages[-1], AssistantMessage)
@@ -167,7 +166,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at(path, "thinking must be followed by text, or by a message")
         prompt = Chat(
             messages,
-            tuple(shown) if policy else (),
+            tuple(tool.document for tool in tools.values()) if policy else (),
             add_generation_prompt=not is_prefilled,
             continue_final_message=is_prefilled,
             effort=effort,

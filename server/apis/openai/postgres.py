@@ -9,7 +9,6 @@ After an outage no process judges another one until all have had the time to con
 
 import contextlib
 import logging
-import select
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -70,16 +69,6 @@ def configure(connection: PostgresConnection) -> None:
     connection.execute(SESSION)
 
 
-def check_is_open(connection: PostgresConnection) -> None:
-    """Raise if an idle connection has been closed by the server, as by a restart. The pool keeps
-    one that is not closed here, too. A query would take as long as others do."""
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN)
-    if poll.poll(0):
-        connection.close()
-        raise psycopg.OperationalError("the connection was closed")
-
-
 class PostgresDatabase(Database):
     """Raises DatabaseDown if the server of `url` cannot be reached, ValueError for a wrong one."""
 
@@ -104,7 +93,7 @@ class PostgresDatabase(Database):
             max_size=MAX_CONNECTIONS,
             open=True,
             configure=configure,
-            check=check_is_open,
+            check=ConnectionPool.check_connection,  # a restart of the server closes idle ones
             timeout=WAIT_S,
             reconnect_timeout=WAIT_S / 2,
         )

@@ -210,7 +210,6 @@ class GenerationRequest(Struct, kw_only=True):
 
     def check(self, document: Document) -> None:
         """Raise InvalidInput for errors beyond the fields' types; `document` is the body."""
-        refuse_unimplemented(document, self.unimplemented)
         if self.stream_options is not None and not self.stream:
             raise InvalidInput.at("stream_options", "requires stream: true")
         if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
@@ -380,9 +379,11 @@ def limit_lists(document: Document, kind: Any, max_entries: int | None) -> None:
                 raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
 
 
-def convert_body(document: Document, kind: type[T], scope: Scope) -> T:
-    """Return a struct. Fields with a value, and no part in it, are ignored or refused."""
-    request = convert(document | _whole_numbers(document), kind)
+def convert_body(document: Document, kind: type[T], scope: Scope, strict: bool = True) -> T:
+    """Return a struct, as `convert` does. Fields with a value, and no part in it, are ignored or
+    refused."""
+    request = convert(document | _whole_numbers(document), kind, strict)
+    refuse_unimplemented(document, getattr(kind, "unimplemented", {}))
     known = known_fields(kind)  # type: ignore[arg-type]  # a class has a hash
     ignore_fields((n for n, v in document.items() if v is not None and n not in known), scope)
     for name, parts in _known_parts(kind).items():  # type: ignore[arg-type]

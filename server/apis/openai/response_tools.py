@@ -6,8 +6,8 @@ Custom tools and the local shell are functions to the model, and the tools of a 
 functions with longer names. Tools that OpenAI runs are dropped where clients send them unasked.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -16,9 +16,9 @@ from server.apis.openai.custom_tools import InputFormat, custom_function
 from server.apis.openai.messages import any_of
 from server.apis.openai.request_fields import required
 from server.apis.openai.response_format import check_depth
-from server.apis.openai.tools import MAX_TOOLS, Mode, Name, tool_policy
+from server.apis.openai.tools import MAX_TOOLS, CallableTool, Mode, Name, by_name, tool_policy
 from server.http.json import Document
-from worker.messages.generation import Constraint, ToolCallPolicy
+from worker.messages.generation import ToolCallPolicy
 
 LOCAL_SHELL: Literal["local_shell"] = "local_shell"
 NAMESPACE_SEPARATOR = "__"
@@ -30,7 +30,6 @@ HostedType = Literal[
     "code_interpreter",
     "tool_search",
 ]
-ToolKind = Literal["function", "custom", "local_shell"]
 ToolType = Literal["function", "custom", "local_shell", "namespace"] | HostedType
 CALLABLE = ("function", "custom", LOCAL_SHELL)
 SHELL_FUNCTION: Document = {
@@ -49,17 +48,6 @@ SHELL_FUNCTION: Document = {
         "additionalProperties": False,
     },
 }
-
-
-class CallableTool(NamedTuple):
-    """A tool that the model may call as a function."""
-
-    kind: ToolKind
-    name: str  # the client's
-    namespace: str | None
-    document: Document  # the chat template's
-    constraint: Constraint | None  # of a custom tool's input
-    path: str  # for errors
 
 
 class Tool(Struct):
@@ -88,7 +76,7 @@ class Tool(Struct):
             fields |= {"name": self.name, "description": self.description, "tools": tools}
         return fields
 
-    def flatten(self, path: str) -> Iterable["CallableTool"]:
+    def flatten(self, path: str) -> Iterator[CallableTool]:
         """Yield the tools that may be called; none for one that is dropped."""
         if self.type == "namespace":
             required(self.name, f"{path}.name")
@@ -100,23 +88,23 @@ class Tool(Struct):
         elif self.type in CALLABLE:
             yield self.callable(path)
 
-    def callable(self, path: str, namespace: str | None = None) -> "CallableTool":
+    def callable(self, path: str, namespace: str | None = None) -> CallableTool:
         if self.type == LOCAL_SHELL:
             document: Document = {"type": "function", "function": SHELL_FUNCTION}
-            return CallableTool(LOCAL_SHELL, LOCAL_SHELL, namespace, document, None, path)
+            return CallableTool(document, path, LOCAL_SHELL, None, LOCAL_SHELL)
         name: str = required(self.name, f"{path}.name")
         flat = flat_name(name, namespace)
         if self.type == "custom":
             constraint = self.format.constraint(f"{path}.format") if self.format else None
             document = custom_function(flat, self.description, constraint)
-            return CallableTool("custom", name, namespace, document, constraint, path)
+            return CallableTool(document, path, "custom", constraint, name, namespace)
         check_depth(self.parameters, f"{path}.parameters")
         fields: Document = {"name": flat}
         for key in ("description", "parameters", "strict"):
             if (value := getattr(self, key)) is not None:
                 fields[key] = value
         document = {"type": "function", "function": fields}
-        return CallableTool("function", name, namespace, document, None, path)
+        return CallableTool(document, path, "function", None, name, namespace)
 
 
 # Which fields a tool requires, for the OpenAPI document.
@@ -140,15 +128,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 def flatten_tools(path: str, tools: Iterable[Tool]) -> dict[str, CallableTool]:
     """Return the tools that may be called, by their names for the model. `path`: the list's."""
-    found: dict[str, CallableTool] = {}
-    for n, tool in enumerate(tools):
-        for entry in tool.flatten(f"{path}[{n}]"):
-            name = entry.document["function"]["name"]
-            if name in found:
-                reason = f"a tool before it is named {name!r}, too"
-                raise InvalidInput.at(f"{entry.path}.name", reason)
-            found[name] = entry
-    return found
+    return by_name(entry for n, tool in enumerate(tools) for entry in tool.flatten(f"{path}[{n}]"))
 
 
 def dropped_types(tools: Iterable[Tool]) -> list[str]:
@@ -199,6 +179,4 @@ def response_policy(
     else:
         mode = choice or "auto"
     chosen = {path: flat_name(entry.name, entry.namespace or None) for path, entry in entries}
-    names = {f"{tool.path}.name": name for name, tool in tools.items()}
-    inputs = {name: tool.constraint for name, tool in tools.items() if tool.kind == "custom"}
-    return tool_policy(names, mode, chosen, parallel, inputs)
+    return tool_policy(tools, mode, chosen, parallel)

@@ -11,10 +11,11 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput, QueueFull
 from server.apis.openai.database import Database, DatabaseDown
@@ -50,12 +51,12 @@ def _digest(name: bytes) -> bytes:
     return hashlib.blake2b(name, digest_size=16, person=b"responses").digest()
 
 
-class ListPage(NamedTuple):
-    """A part of a list."""
+class ListPage(Struct):
+    """The query of a list."""
 
-    after: str | None
-    limit: int
-    is_descending: bool
+    after: Annotated[str | None, Meta(description="The id of an entry")] = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
 
 
 def encode_page(kind: Callable[..., object], entries: Sequence[Any], limit: int) -> bytes:
@@ -131,7 +132,7 @@ class Store:
         values: Sequence[object] = (),
     ) -> list[tuple[Any, ...]]:
         """Return the rows of a page, and one more. Raises InvalidInput for an unknown `after`."""
-        order, sign = ("DESC", "<") if page.is_descending else ("ASC", ">")
+        order, sign = ("DESC", "<") if page.order == "desc" else ("ASC", ">")
         conditions = [namespace, *values]
         if page.after is not None:
             found = f"SELECT number FROM {table} WHERE namespace = ? AND id = ?"

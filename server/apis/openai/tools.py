@@ -1,13 +1,13 @@
 """The tools of a request and which of them may be called.
 
-    tools, tool_choice → names of tools, a mode, the chosen tools → ToolCallPolicy
+    tools, tool_choice → CallableTool by name, a mode, the chosen names → ToolCallPolicy
 
 Chat Completions nests the fields of a function, as chat templates read them. The tools of the
 Responses API are in response_tools.py.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,19 @@ MAX_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]  # passed to the chat template
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}\Z")]
 Mode = Literal["none", "auto", "required"]
+ToolKind = Literal["function", "custom", "local_shell"]
+
+
+class CallableTool(NamedTuple):
+    """A tool that the model may call as a function. `name`, `namespace`: those of the Responses
+    API, where they differ from the function's."""
+
+    document: Document  # the chat template's
+    path: str  # for errors
+    kind: ToolKind = "function"
+    constraint: Constraint | None = None  # of a custom tool's input
+    name: str = ""
+    namespace: str | None = None
 
 
 # ── nested, as in Chat Completions ──
@@ -42,6 +55,18 @@ class ChatTool(Struct):
     type: Literal["function", "custom"]
     function: Function | None = None
     custom: CustomFunction | None = None
+
+    def callable(self, document: Document, path: str) -> CallableTool:
+        """Return the tool, whose document chat templates read unless it is a custom one."""
+        path = f"{path}.{self.type}"
+        if self.type == "function":
+            function: Function = required(self.function, path)
+            check_depth(function.parameters, f"{path}.parameters")
+            return CallableTool(document, path)
+        custom: CustomFunction = required(self.custom, path)
+        constraint = custom.format.constraint(f"{path}.format") if custom.format else None
+        document = custom_function(custom.name, custom.description, constraint)
+        return CallableTool(document, path, "custom", constraint)
 
 
 class ToolList(Struct):
@@ -107,23 +132,8 @@ def chat_tools(
         if choice not in (None, "none", "auto"):
             raise InvalidInput.at("tool_choice", "requires tools")
         return [], None
-    shown: list[Document] = []
-    names: dict[str, str] = {}
-    inputs: dict[str, Constraint | None] = {}
-    for n, (document, tool) in enumerate(
-        zip(tools, convert({"tools": tools}, ToolList).tools, strict=True)
-    ):
-        path = f"tools[{n}].{tool.type}"
-        if tool.type == "function":
-            function: Function = required(tool.function, path)
-            check_depth(function.parameters, f"{path}.parameters")
-            names[f"{path}.name"] = function.name
-            shown.append(document)
-            continue
-        custom: CustomFunction = required(tool.custom, path)
-        constraint = custom.format.constraint(f"{path}.format") if custom.format else None
-        names[f"{path}.name"], inputs[custom.name] = custom.name, constraint
-        shown.append(custom_function(custom.name, custom.description, constraint))
+    entries = enumerate(zip(tools, convert({"tools": tools}, ToolList).tools, strict=True))
+    found = by_name(tool.callable(document, f"tools[{n}]") for n, (document, tool) in entries)
     mode: Mode = "required"
     chosen: dict[str, str] = {}
     if isinstance(choice, ChosenFunction):
@@ -140,28 +150,32 @@ def chat_tools(
         mode = choice or "auto"
     if isinstance(choice, (ChosenFunction, ChosenCustom)):
         parallel = False  # exactly one call
-    policy = tool_policy(names, mode, chosen, parallel, inputs)
-    return shown if policy else [], policy  # tools that may not be called are not shown
+    policy = tool_policy(found, mode, chosen, parallel)
+    # tools that may not be called are not shown
+    return [tool.document for tool in found.values()] if policy else [], policy
+
+
+def by_name(tools: Iterable[CallableTool]) -> dict[str, CallableTool]:
+    """Return tools by their names for the model. Raises InvalidInput for a name that is there
+    twice."""
+    found: dict[str, CallableTool] = {}
+    for tool in tools:
+        if (name := tool.document["function"]["name"]) in found:
+            reason = f"a tool before it is named {name!r}, too"
+            raise InvalidInput.at(f"{tool.path}.name", reason)
+        found[name] = tool
+    return found
 
 
 def tool_policy(
-    names: Mapping[str, str],
-    mode: Mode,
-    chosen: Mapping[str, str],
-    parallel: bool | None,
-    inputs: Mapping[str, Constraint | None] | None = None,
+    tools: Mapping[str, CallableTool], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
 ) -> ToolCallPolicy | None:
-    """Return which tools may be called, from the names of all and of the chosen ones, by path.
-    `inputs`: the constraints of custom tools."""
-    known: set[str] = set()
-    for path, name in names.items():
-        if name in known:
-            raise InvalidInput.at(path, f"a tool before it is named {name!r}, too")
-        known.add(name)
+    """Return which tools may be called, None if none may. `chosen`: names, by path."""
     for path, name in chosen.items():
-        if name not in known:
+        if name not in tools:
             raise InvalidInput.at(path, f"there is no tool {name[:50]!r}")
-    if mode == "none" or not names:
+    if mode == "none" or not tools:
         return None
-    callable_names = tuple(dict.fromkeys((chosen or names).values()))
-    return ToolCallPolicy(callable_names, mode == "required", parallel is not False, inputs or {})
+    names = tuple(dict.fromkeys(chosen.values() or tools))
+    inputs = {name: tool.constraint for name, tool in tools.items() if tool.kind == "custom"}
+    return ToolCallPolicy(names, mode == "required", parallel is not False, inputs)

@@ -14,9 +14,8 @@ from msgspec import Meta, Struct
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
-from server.apis.openai.request_fields import convert, known_fields
+from server.apis.openai.request_fields import convert_body
 from server.http.form import FILE
-from server.http.ignored_fields import ignore_fields
 from server.http.json import Document
 from worker.messages.transcription import TranscriptionInput
 
@@ -106,24 +105,14 @@ def read_fields(
 ) -> TranscriptionRequest:
     """Return a checked request; InvalidInput names the first field that is wrong."""
     document: Document = {}
-    names = dict[str, None]()
     for key, values in fields.items():
         name, values = key.partition("[")[0], [value for value in values if value]
-        if values:
-            names[name] = None
-        if name in kind.unimplemented and not set(values) <= {*kind.unimplemented[name]}:
-            raise InvalidInput.at(name, "is not implemented, leave it out")
-        if name not in kind.__struct_fields__ or not values:
-            continue
         if name in kind.lists:
-            document[name] = document.get(name, []) + values
-        elif len(values) > 1 or name in document:
+            values = document.get(name, []) + values
+        elif name in kind.__struct_fields__ and (len(values) > 1 or (values and name in document)):
             raise InvalidInput.at(name, "is given twice")
-        else:
-            document[name] = values[0]
-    if document.get("response_format") == "diarized_json":
-        raise InvalidInput.at("response_format", "diarized_json is not implemented")
-    request = convert(document, kind, strict=False)
-    ignore_fields((name for name in names if name not in known_fields(kind)), scope)
+        if values:
+            document[name] = values if name in kind.lists else values[0]
+    request = convert_body(document, kind, scope, strict=False)
     request.check()
     return request

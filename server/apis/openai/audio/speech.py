@@ -23,7 +23,7 @@ from server.apis.openai.audio.encoding import CODECS, SpeechEncoder, SpeechForma
 from server.apis.openai.audio.sentences import split_sentences
 from server.apis.openai.endpoint import MAX_INLINE_ENTRIES, BodyEndpoint, ResponseBuilder, respond
 from server.apis.openai.models import NamedModel
-from server.apis.openai.request_fields import Seed, decode, refuse_unimplemented, required
+from server.apis.openai.request_fields import Seed, decode, required
 from server.core.delta_stream import DeltaStream
 from server.core.worker_client import IncomingRequest
 from server.http.ignored_fields import ignore_fields
@@ -144,9 +144,7 @@ class SpeechEndpoint(BodyEndpoint[SpeechTask]):
     """An ASGI app that speaks."""
 
     def parse(self, body: bytes, scope: Scope) -> SpeechTask:
-        document: Document = parse_json(body)
-        request = decode(document, SpeechRequest, self.models.id_for, scope)
-        refuse_unimplemented(document, request.unimplemented)
+        request = decode(parse_json(body), SpeechRequest, self.models.id_for, scope)
         check_format(request.format)
         if not (sentences := split_sentences(required(request.input, "input"))):
             raise InvalidInput.at("input", "has no letter and no digit to speak")

@@ -1,8 +1,8 @@
 """`/v1/batches`: create, list, retrieve and cancel batches; runner.py runs them."""
 
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.requests import Request
 
 from batching.errors import InvalidInput
@@ -37,13 +37,6 @@ class BatchRequest(Struct):
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-
-
-class BatchPage(Struct):
-    """The query of a list of batches, newest first."""
-
-    after: Annotated[str | None, Meta(description="The id of a batch")] = None
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
 class Batches:
@@ -91,12 +84,9 @@ class Batches:
         self.runner.add(record)
         return content
 
-    @Operation(
-        "GET /v1/batches", "The batches of the key, newest first", BatchList, query=BatchPage
-    )
+    @Operation("GET /v1/batches", "The batches of the key", BatchList, query=ListPage)
     async def list_batches(self, request: Request) -> bytes:
-        query = convert(dict(request.query_params), BatchPage, strict=False)
-        page = ListPage(query.after, query.limit, True)
+        page = convert(dict(request.query_params), ListPage, strict=False)
         return await in_store(self.store.list_batches, namespace_of(request.scope), page)
 
     @Operation("GET /v1/batches/{id}", "A batch", BatchJob)

@@ -40,12 +40,8 @@ class FileFields(Struct):
     expires_after: ExpiresAfter | None = None
 
 
-class FilePage(Struct):
-    """The query of a list of files."""
-
-    after: Annotated[str | None, Meta(description="The id of a file")] = None
+class FilePage(ListPage):
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
-    order: Literal["asc", "desc"] = "desc"
     purpose: Annotated[str, Meta(max_length=64)] | None = None
 
 
@@ -95,10 +91,9 @@ class FileEndpoints:
 
     @Operation("GET /v1/files", "The files of the key", FileList, query=FilePage)
     async def list_files(self, request: Request) -> bytes:
-        query = convert(dict(request.query_params), FilePage, strict=False)
-        page = ListPage(query.after, query.limit, query.order == "desc")
+        page = convert(dict(request.query_params), FilePage, strict=False)
         namespace = namespace_of(request.scope)
-        return await in_store(self.store.list_files, namespace, page, query.purpose)
+        return await in_store(self.store.list_files, namespace, page, page.purpose)
 
     @Operation("GET /v1/files/{id}", "A file", FileObject)
     @Operation("DELETE /v1/files/{id}", "Delete a file", Deleted, errors=[400])

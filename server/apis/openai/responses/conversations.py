@@ -18,13 +18,10 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.types import Scope
 
-from batching.errors import InvalidInput
 from server.apis.openai.models import ModelGroup
 from server.apis.openai.request_fields import convert, convert_body, limit_lists
 from server.apis.openai.response_schemas import Conversation, Deleted, ItemList
 from server.apis.openai.responses.endpoint import (
-    Page,
-    TooLarge,
     counter,
     not_found,
     owner_from,
@@ -125,14 +122,13 @@ class Conversations:
         return await self._run(request, add, NewItems)
 
     @Operation(
-        "GET /v1/conversations/{id}/items", "The items of a conversation", ItemList, query=Page
+        "GET /v1/conversations/{id}/items", "The items of a conversation", ItemList, query=ListPage
     )
     async def list_items(self, request: Request) -> bytes:
-        page = convert(dict(request.query_params), Page, strict=False)
-        listed = ListPage(page.after, page.limit, page.order == "desc")
+        page = convert(dict(request.query_params), ListPage, strict=False)
 
         def list_page() -> bytes:
-            items = self.store.conversation_page(self._count(request), listed)
+            items = self.store.conversation_page(self._count(request), page)
             return encode_page(ItemList, items, page.limit)
 
         return await self._run(request, list_page)
@@ -157,8 +153,8 @@ class Conversations:
 
     def _documents(self, items: Items, scope: Scope) -> list[Document]:
         """Return items as they are stored; those that are referred to are of stored responses."""
-        count = counter(scope, scope["app"].max_body)
-        look_up = partial(self.store.items, owner_from(scope).namespace, count=count)
+        namespace = owner_from(scope).namespace
+        look_up = partial(self.store.items, namespace, count=counter(scope, "items"))
         documents = to_documents(items, look_up, "items")
         check_ids(documents, (), "items")
         return documents
@@ -185,8 +181,6 @@ class Conversations:
             try:
                 with refusing_disk_errors():
                     return work(*arguments)
-            except TooLarge as error:
-                raise InvalidInput.at("items", f"the stored items exceed {error}") from None
             except NotStored as error:
                 is_whole = error.id == request.path_params.get("id")
                 where = ("conversation", "id") if is_whole else ("item", "item_id")

@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import anyio.from_thread
 import orjson
@@ -44,6 +44,7 @@ from server.apis.openai.responses.store import (
     of_conversations,
 )
 from server.apis.openai.store import (
+    ListPage,
     Owner,
     encode_page,
     in_store,
@@ -81,10 +82,6 @@ MAX_EVENT_BYTES = 16_000_000  # of one response
 POLL_S = 0.1  # how often the end of a response that another process generates is looked for
 
 T = TypeVar("T")
-
-
-class TooLarge(Exception):
-    """The stored responses that a request refers to exceed a size, which is the message."""
 
 
 class BackgroundJob(StoredJob):
@@ -181,24 +178,6 @@ class Retrieval(Struct):
     starting_after: Annotated[int, AFTER] | None = None
 
 
-class Page(Struct):
-    """The query of a response's input items."""
-
-    order: Literal["asc", "desc"] = "desc"
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    after: Annotated[str | None, Meta(description="The id of an item")] = None
-
-    def encode(self, items: list[Document]) -> bytes:
-        """Return the page of a list as JSON."""
-        items, start = items[:: -1 if self.order == "desc" else 1], 0
-        if self.after is not None:
-            ids = [item["id"] for item in items]
-            if self.after not in ids:
-                raise InvalidInput.at("after", f"there is no input item {self.after[:100]!r}")
-            start = ids.index(self.after) + 1
-        return encode_page(ItemList, items[start : start + self.limit + 1], self.limit)
-
-
 @Operation(
     "POST /v1/responses",
     "A model's response to items or a text, stored unless store is false",
@@ -237,13 +216,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.models.max_entries
         request = decode(parse_json(body), ResponseRequest, self.models.id_for, scope, max_entries)
-        namespace, max_body = owner_from(scope).namespace, scope["app"].max_body
-        look_up = partial(self.store.items, namespace, count=counter(scope, max_body))
-        try:
-            items = to_documents(request.input, look_up)
-        except TooLarge as error:
-            reason = f"the stored responses with its items exceed {error}"
-            raise InvalidInput.at("input", reason) from None
+        namespace = owner_from(scope).namespace
+        look_up = partial(self.store.items, namespace, count=counter(scope, "input"))
+        items = to_documents(request.input, look_up)
         previous = self._previous_items(request, scope)
         if request.conversation:
             check_ids(items, previous, "input")
@@ -258,19 +233,16 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     def _previous_items(self, request: ResponseRequest, scope: Scope) -> list[Document]:
         """Return all items that the request continues: those of a conversation, or of a response
-        and those before it. They may be as large as a request body."""
-        path, namespace = "previous_response_id", owner_from(scope).namespace
-        id, count = request.previous_response_id, counter(scope, scope["app"].max_body)
-        chain: list[Stored] = []
+        and those before it."""
+        path = "conversation" if request.conversation else "previous_response_id"
+        namespace, id = owner_from(scope).namespace, request.previous_response_id
+        count, chain = counter(scope, path), list[Stored]()
         try:
             if conversation_id := request.conversation_id:
-                path = "conversation"
                 read = self.store.conversation
                 return read(of_conversations(namespace), conversation_id, count)
             if id is not None:
                 chain = self.store.chain(namespace, id, count)
-        except TooLarge as error:
-            raise InvalidInput.at(path, f"its items exceed {error}") from None
         except NotStored as error:
             kind = "conversation" if request.conversation else "stored response"
             raise not_found(error.id, kind, path) from None
@@ -405,14 +377,14 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         "GET /v1/responses/{id}/input_items",
         "The input items of a response, newest first",
         ItemList,
-        query=Page,
+        query=ListPage,
     )
     async def input_items(self, request: Request) -> bytes:
         scope, id = request.scope, request.path_params["id"]
-        page = convert(dict(request.query_params), Page, strict=False)
+        page = convert(dict(request.query_params), ListPage, strict=False)
 
         def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
-            return page.encode(store.get(namespace, id, counter(scope)).input)
+            return encode_items(store.get(namespace, id, counter(scope)).input, page)
 
         return await self._in_stores(read, scope, id)
 
@@ -470,20 +442,33 @@ async def refuse_compaction(request: Request) -> bytes:
     raise InvalidInput(f"{COMPACT_PATH} {reason}")
 
 
+def encode_items(items: list[Document], page: ListPage) -> bytes:
+    """Return a page of a response's input items as JSON."""
+    items, start = items[:: -1 if page.order == "desc" else 1], 0
+    if page.after is not None:
+        ids = [item["id"] for item in items]
+        if page.after not in ids:
+            raise InvalidInput.at("after", f"there is no input item {page.after[:100]!r}")
+        start = ids.index(page.after) + 1
+    return encode_page(ItemList, items[start : start + page.limit + 1], page.limit)
+
+
 def owner_from(scope: Scope) -> Owner:
     return owner_of(scope["context"].key.id, address_of(scope))
 
 
-def counter(scope: Scope, max_bytes: float = math.inf) -> Count:
+def counter(scope: Scope, param: str = "") -> Count:
     """Return a function for a pool thread: it counts stored bytes that a request is about to hold,
-    and raises QueueFull if there is no memory for them, TooLarge beyond `max_bytes`."""
+    and raises QueueFull if there is no memory for them. Items that a parameter refers to may be as
+    large as a body: else InvalidInput."""
+    max_bytes = scope["app"].max_body if param else math.inf
     left, uncounted = max_bytes, 0
 
     def count(size: int) -> None:
         nonlocal left, uncounted
         left, uncounted = left - size, uncounted + size
         if left < 0:
-            raise TooLarge(f"{max_bytes / 1_000_000:g} MB")
+            raise InvalidInput.at(param, f"the stored items exceed {max_bytes / 1_000_000:g} MB")
         if uncounted > INLINE_BYTES:  # a conversation may have thousands of small responses
             size, uncounted = uncounted, 0
             anyio.from_thread.run_sync(scope["app"].count_body, scope, size)

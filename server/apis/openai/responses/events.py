@@ -27,7 +27,7 @@ from server.apis.openai.response_schemas import (
     ResponseError,
     ScoredTokenWithTop,
 )
-from server.apis.openai.response_tools import CallableTool, HostedType, ToolChoice, ToolKind
+from server.apis.openai.response_tools import HostedType, ToolChoice
 from server.apis.openai.responses.items import new_id
 from server.apis.openai.responses.request import (
     ENCRYPTED,
@@ -36,6 +36,7 @@ from server.apis.openai.responses.request import (
     ResponseRequest,
 )
 from server.apis.openai.responses.store import Stored
+from server.apis.openai.tools import CallableTool, ToolKind
 from server.core.delta_stream import UsageCounts
 from server.core.sealing import seal
 from server.http.errors import HttpError

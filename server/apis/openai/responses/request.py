@@ -30,7 +30,6 @@ from server.apis.openai.request_fields import (
 from server.apis.openai.response_format import TextFormat
 from server.apis.openai.response_tools import (
     TOOL_FIELDS,
-    CallableTool,
     Tool,
     ToolChoice,
     ToolDocuments,
@@ -39,7 +38,7 @@ from server.apis.openai.response_tools import (
     response_policy,
 )
 from server.apis.openai.responses.items import ITEM_FIELDS, Item, to_messages
-from server.apis.openai.tools import MAX_TOOLS, TypedMode
+from server.apis.openai.tools import MAX_TOOLS, CallableTool, TypedMode
 from server.http.json import Document
 from worker.messages.generation import Chat, GenerationInput
 
