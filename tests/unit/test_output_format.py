@@ -209,6 +209,16 @@ HABITS: dict[str, tuple[str, str]] = {
         'Action:\n```json\n[{"tool": "a", "parameters": {"x": 7}}]\n```',
     ),
     "no comma between arguments": (LOST_COMMAS, "[a(x=7)]"),
+    "a line for each Python call": (
+        f"<calls>{{% for c in m.tool_calls %}}{{{{ c.function.name }}}}({PAIRS}{{{{ key }}}}="
+        "{{- value | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+        '{{ "\n" if not loop.last }}{% endfor %}</calls>',
+        "<calls>a(x=7)\nb(y=8)</calls>",
+    ),
+    "the message's own list": (
+        "<calls>{{ m.tool_calls | tojson }}</calls>",
+        '<calls>[{"id": "1", "function": {"name": "a", "arguments": {"x": 7}}}]</calls>',
+    ),
     "all values in quotes": (
         EACH.replace(
             "EACH",
@@ -248,7 +258,8 @@ def test_calls_are_inferred_whatever_the_habits_of_the_template(habit: str) -> N
         {"type": "function", "function": TYPED_TOOL_A}
     ])  # fmt: skip
     assert response.content.strip() in ("Well.", "")
-    [(name, arguments)] = response.calls
+    (name, arguments), *others = response.calls
+    assert others == [("b", '{"y": 8}')] * output.count("b(")
     expected: dict[str, Any] = {"x": 7}
     if "<q>" in output:
         expected = {"x": 7, "t": "7, 8", "l": ["7", 8], "n": 7.5}

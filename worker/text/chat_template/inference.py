@@ -58,6 +58,7 @@ from worker.text.tool_call_format import (
     Pair,
     ToolCallFormat,
 )
+from worker.text.tool_call_parser import WRAPPER_KEY
 
 # ── the probing messages ──
 
@@ -630,7 +631,9 @@ def _probe_json(text: str) -> ProbedArguments | None:
 
 
 def _enclosing_object(text: str, name: int, end: int) -> tuple[int, int, dict[str, Any]] | None:
-    """Return the innermost JSON object, with its bounds, around a name and what ends at `end`."""
+    """Return the innermost JSON object around a name and what ends at `end`, and its bounds: those
+    of the call's object if that wraps it."""
+    found = None
     start = text.rfind("{", 0, name)
     while start >= 0:
         try:
@@ -638,9 +641,11 @@ def _enclosing_object(text: str, name: int, end: int) -> tuple[int, int, dict[st
         except ValueError:
             value, length = None, 0
         if isinstance(value, dict) and start + length > end:
-            return start, start + length, value
+            if found and value.get(WRAPPER_KEY) != found[2]:
+                break
+            found = start, start + length, value if found is None else found[2]
         start = text.rfind("{", 0, start)
-    return None
+    return found
 
 
 def _call_keys(call: dict[str, Any]) -> Pair | None:
