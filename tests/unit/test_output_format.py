@@ -328,6 +328,10 @@ HEADERS = """{% for m in messages %}{% if m.tool_calls %}{{ H }}
 {{- "<|text|>\n" }}{{ m.content }}{% endif %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}{{ H }}{% endif %}"""
 HEADERS = HEADERS.replace("{{ H }}", '{{- "\\n<|role|>assistant<|text|>\\n" }}')
+# The template has no calls, but its instructions do; it removes reasoning and its delimiters.
+TOLD = """{% if tools %}Write <|tool_call|> and a list, or <my_calls></my_calls>{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{% set text = m.content.split("</thought>")[-1] %}
+{{- text.split("<answer>")[-1].split("</answer>")[0] }}{% endfor %}"""
 # The tokens of the instructions remain in calls.
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
@@ -364,6 +368,10 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
         'Well. <tool_call><f name="a"><p name="x">7</p></f></tool_call>',
         ("Well.", "", 1),
     ),
+    (TOLD, f"Well. <|tool_call|>[{JSON_CALL}, {JSON_CALL}]", ("Well.", "", 2)),
+    (TOLD, f"Well. <my_calls>[{JSON_CALL}]</my_calls>", ("Well.", "", 1)),
+    (TOLD, '<my_calls>[{"function": {"name": "a", "arguments": {"x": 7}}}]', ("", "", 1)),
+    (TOLD, "<thought>Hm.</thought><answer>\nWell.\n</answer>", ("Well.", "Hm.", 0)),
     (INSTRUCTIONS, "<tool_call>a<k>x</k><v>7</v></tool_call>", ("", "", 1)),
     (BESIDE, JSON_CALL, ("", "", 1)),
     (BESIDE, f"<|text_start|>{JSON_CALL}<|text_end|>", ("", "", 1)),
@@ -384,7 +392,7 @@ def test_outputs_are_read_in_the_format_of_the_template(
 ) -> None:
     reader = reader_of(source, special)
     is_inferred = not any(note.startswith("calls:") for note in reader.template.notes)
-    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, TEXTS)
+    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, TEXTS, TOLD)
     response = reader.read(text, TOOL_A)
     calls = [(name, json.loads(arguments)) for name, arguments in response.calls]
     content, reasoning, count = expected
