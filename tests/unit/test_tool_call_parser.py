@@ -68,9 +68,15 @@ def test_bare_arguments_belong_to_the_fixed_name() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("text", ['{"x": "\\"}"}', "{}"])
-def test_arguments_may_be_a_string_of_json(text: str, wrapped: bool) -> None:
-    objects: list[Any] = [{"name": "f", "arguments": text}, {"arguments": {"y": 7}, "name": "g"}]
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ('{"x": "\\"}"}', '{"x": "\\"}"}'), ("{}", "{}"), ("", "{}"), (None, "{}"),
+        ("x", '"x"'), ([7], "[7]"),
+    ],
+)  # fmt: skip
+def test_arguments_may_be_a_string_of_json(shown: Any, text: str, wrapped: bool) -> None:
+    objects: list[Any] = [{"name": "f", "arguments": shown}, {"arguments": {"y": 7}, "name": "g"}]
     if wrapped:
         objects = [{"type": "function", "function": call, "id": "{"} for call in objects]
     for cuts in ([], range(200)):

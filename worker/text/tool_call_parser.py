@@ -96,7 +96,9 @@ class JsonCallParser:
         self._opened = False  # an object or a list has started
         self._named = False  # the current call has a name
         self._has_arguments = False  # the current call has
-        self._is_quoted = False  # its arguments are a string
+        self._is_held = (
+            False  # its arguments begin as no object, and are not returned before they end
+        )
         self._key: str | None = None  # None while a key is read
         self._string: list[str] = []  # characters of a key or a name
         self._arguments: list[str] = []  # characters not yet returned, perhaps before the name
@@ -146,7 +148,7 @@ class JsonCallParser:
     def close(self, cut: bool) -> list[ToolCallPart]:
         """Return the parts that the end of the text completes. `cut`: it ends too early."""
         self._parts = []
-        if self._is_quoted and self._named:
+        if self._is_held and self._named:
             self._flush(ended=True)
         elif self._fixed_name is not None and not (cut or self._has_arguments):
             self._parts.append(ToolCallPart(None, "{}"))
@@ -173,7 +175,7 @@ class JsonCallParser:
 
     def _add_argument(self, char: str) -> None:
         if char not in SPACE or self.in_string:
-            self._is_quoted = char == '"' if not self._has_arguments else self._is_quoted
+            self._is_held = char != "{" if not self._has_arguments else self._is_held
             self._arguments += *self._space, char
             self._space, self._has_arguments = [], True
         elif self._has_arguments:
@@ -183,16 +185,18 @@ class JsonCallParser:
         if not self._has_arguments:
             self._arguments += "{}"
         self._flush(ended=True)
-        self._named = self._has_arguments = self._is_quoted = False
+        self._named = self._has_arguments = self._is_held = False
         self._arguments = []
 
     def _flush(self, ended: bool = False) -> None:
-        """Return the arguments so far. Some models write their JSON as a string, whose end decides
-        whether it is that."""
-        if self._is_quoted and ended:
-            text = _json_string(self._arguments)
-            self._arguments = [text] if text.lstrip().startswith("{") else self._arguments
-        if self._named and self._arguments and ended >= self._is_quoted:
+        """Return the arguments so far. Some models write their JSON as a string, or nothing in its
+        place, which the end decides."""
+        if self._is_held and ended:
+            text = "".join(self._arguments)
+            inner = _json_string(text) or text.strip('"')
+            known = {"": "{}", "null": "{}"}.get(inner.strip(), inner)
+            self._arguments = [known if known.lstrip().startswith("{") else text]
+        if self._named and self._arguments and ended >= self._is_held:
             self._parts.append(ToolCallPart(None, "".join(self._arguments)))
             self._arguments = []
 
