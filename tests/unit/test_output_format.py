@@ -328,6 +328,16 @@ HEADERS = """{% for m in messages %}{% if m.tool_calls %}{{ H }}
 {{- "<|text|>\n" }}{{ m.content }}{% endif %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}{{ H }}{% endif %}"""
 HEADERS = HEADERS.replace("{{ H }}", '{{- "\\n<|role|>assistant<|text|>\\n" }}')
+# The recipient of a call stands behind the channel or before it.
+RECIPIENTS = """{% for m in messages %}{% set start = "<|start|>" ~ m.role ~ "<|channel|>" %}
+{%- if m.thinking %}{{ start }}analysis<|message|>{{ m.thinking }}<|end|>{% endif %}
+{%- for c in m.tool_calls or [] %}{{ start }}commentary to=functions.{{ c.function.name }} json
+{{- "<|message|>" }}{{ c.function.arguments | tojson }}<|call|>{% endfor %}
+{%- if m.content %}{{ start }}final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CALL_IN_CHANNEL = '<|channel|>commentary to=functions.a json<|message|>{"x": 7}<|call|>'
+CALL_TO_CHANNEL = ' to=functions.a<|channel|>commentary json<|message|>{"x": 7}<|call|>'
 # The template has no calls, but its instructions do; it removes reasoning and its delimiters.
 TOLD = """{% if tools %}Write <|tool_call|> and a list, or <my_calls></my_calls>{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{% set text = m.content.split("</thought>")[-1] %}
@@ -336,6 +346,9 @@ TOLD = """{% if tools %}Write <|tool_call|> and a list, or <my_calls></my_calls>
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
 HERMES = TURN.replace("CALLS", loop("hermes"))
+TRIANGLES = HERMES.replace(
+    "{{ m.content }}", "◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}"
+)
 HERMES_CALL = '<tool_call>\n{"name": "a", "arguments": {"x": 7}}\n</tool_call>'
 JSON_CALL = '{"name": "a", "parameters": {"x": 7}}'
 OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, calls of `a`
@@ -368,6 +381,10 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
         'Well. <tool_call><f name="a"><p name="x">7</p></f></tool_call>',
         ("Well.", "", 1),
     ),
+    (RECIPIENTS, f"{ANALYSIS}{CALL_IN_CHANNEL}", ("", "Hm.", 1)),
+    (RECIPIENTS, f"{ANALYSIS}{CALL_TO_CHANNEL}", ("", "Hm.", 1)),
+    (RECIPIENTS, CALL_TO_CHANNEL, ("", "", 1)),
+    (TRIANGLES, f"◁think▷Hm.◁/think▷Well. {HERMES_CALL}", ("Well.", "Hm.", 1)),
     (TOLD, f"Well. <|tool_call|>[{JSON_CALL}, {JSON_CALL}]", ("Well.", "", 2)),
     (TOLD, f"Well. <my_calls>[{JSON_CALL}]</my_calls>", ("Well.", "", 1)),
     (TOLD, '<my_calls>[{"function": {"name": "a", "arguments": {"x": 7}}}]', ("", "", 1)),

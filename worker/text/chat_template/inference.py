@@ -272,6 +272,7 @@ DUMPED_BLOCKS = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT
 RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
 # In a delimiter, what tells its two ends apart: <|text_start|> and <|text_end|>, <text> and </text>
 EDGE_WORD = re.compile(r"[\W_]|start|begin|open|end|close", re.IGNORECASE)
+MAX_TAGS = 40  # of a template's source that are tried
 CLOSING_TAG = re.compile(r"</([\w:]{2,40})>")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPEN_REASONING = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
@@ -471,7 +472,8 @@ class TemplateProber:
         """Return the delimiters in the template's source that it removes from earlier content:
         those of reasoning with what they enclose, those of content alone."""
         reasoning = content = None
-        for name in dict.fromkeys(CLOSING_TAG.findall(source)):
+        names = [name for name in dict.fromkeys(CLOSING_TAG.findall(source)) if "tool" not in name]
+        for name in names[:MAX_TAGS]:
             pair = f"<{name}>", f"</{name}>"
             message = assistant(content=THOUGHT.join(pair) + CONTENT)
             text = self._render([QUESTION, message, QUESTION])
@@ -546,7 +548,7 @@ class TemplateProber:
         reasoning, content = (DELIMITER.split(header)[1].strip() for header in headers)
         ends = [*DELIMITER.findall(end), *DELIMITER.findall(rest)[:1]]
         ends += DELIMITER.findall(calls.call[1]) if calls else []
-        recipient = calls.call[0] if calls else ""
+        recipient = calls.call[0].split()[-1] if calls else ""  # the channel may stand before it
         ends = list(dict.fromkeys(ends))
         return ChannelFormat(start, channel, body, tuple(ends), reasoning, content, recipient)
 
