@@ -129,6 +129,7 @@ SMALL = [
     ),
     (SAYS + TEXTS, HistoryFormat(arguments="text")),
     (SAYS + NINE, HistoryFormat(call_ids="nine")),
+    (SAYS + NINE.replace("!= 9", "< 9"), HistoryFormat(call_ids="nine")),
     (SAYS + NAMED, HistoryFormat(call_ids="named")),
     (NOT_BOTH, HistoryFormat(separate_content=True)),
     (OBJECTS + SAYS, HistoryFormat(separate_content=True)),
@@ -151,6 +152,15 @@ SMALL = [
 @pytest.mark.parametrize(("template", "expected"), SMALL)
 def test_history_format_is_inferred(template: str, expected: HistoryFormat | None) -> None:
     assert template_of(HEAD + template + END).history_format == expected
+
+
+def test_system_messages_alone_may_have_parts() -> None:
+    system = "{{ m.content[0]['text'] if m.role == 'system' else m.content }}"
+    chat_template = template_of(HEAD + system + OBJECTS + END)
+    messages = [{"role": "system", "content": "Hm."}, ASKED]
+    text = chat_template.render(chat(messages)[1]).text
+    assert text.endswith(f"[user]{ASKED['content']}[assistant]")
+    assert text.startswith("[system]Hm.")
 
 
 def test_model_without_a_template_loads() -> None:

@@ -209,6 +209,16 @@ HABITS: dict[str, tuple[str, str]] = {
         'Action:\n```json\n[{"tool": "a", "parameters": {"x": 7}}]\n```',
     ),
     "no comma between arguments": (LOST_COMMAS, "[a(x=7)]"),
+    "a line for each Python call": (
+        f"<calls>{{% for c in m.tool_calls %}}{{{{ c.function.name }}}}({PAIRS}{{{{ key }}}}="
+        "{{- value | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+        '{{ "\n" if not loop.last }}{% endfor %}</calls>',
+        "<calls>a(x=7)\nb(y=8)</calls>",
+    ),
+    "the message's own list": (
+        "<calls>{{ m.tool_calls | tojson }}</calls>",
+        '<calls>[{"id": "1", "function": {"name": "a", "arguments": {"x": 7}}}]</calls>',
+    ),
     "all values in quotes": (
         EACH.replace(
             "EACH",
@@ -248,7 +258,8 @@ def test_calls_are_inferred_whatever_the_habits_of_the_template(habit: str) -> N
         {"type": "function", "function": TYPED_TOOL_A}
     ])  # fmt: skip
     assert response.content.strip() in ("Well.", "")
-    [(name, arguments)] = response.calls
+    (name, arguments), *others = response.calls
+    assert others == [("b", '{"y": 8}')] * output.count("b(")
     expected: dict[str, Any] = {"x": 7}
     if "<q>" in output:
         expected = {"x": 7, "t": "7, 8", "l": ["7", 8], "n": 7.5}
@@ -317,10 +328,27 @@ HEADERS = """{% for m in messages %}{% if m.tool_calls %}{{ H }}
 {{- "<|text|>\n" }}{{ m.content }}{% endif %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}{{ H }}{% endif %}"""
 HEADERS = HEADERS.replace("{{ H }}", '{{- "\\n<|role|>assistant<|text|>\\n" }}')
+# The recipient of a call stands behind the channel or before it.
+RECIPIENTS = """{% for m in messages %}{% set start = "<|start|>" ~ m.role ~ "<|channel|>" %}
+{%- if m.thinking %}{{ start }}analysis<|message|>{{ m.thinking }}<|end|>{% endif %}
+{%- for c in m.tool_calls or [] %}{{ start }}commentary to=functions.{{ c.function.name }} json
+{{- "<|message|>" }}{{ c.function.arguments | tojson }}<|call|>{% endfor %}
+{%- if m.content %}{{ start }}final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CALL_IN_CHANNEL = '<|channel|>commentary to=functions.a json<|message|>{"x": 7}<|call|>'
+CALL_TO_CHANNEL = ' to=functions.a<|channel|>commentary json<|message|>{"x": 7}<|call|>'
+# The template has no calls, but its instructions do; it removes reasoning and its delimiters.
+TOLD = """{% if tools %}Write <|tool_call|> and a list, or <my_calls></my_calls>{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{% set text = m.content.split("</thought>")[-1] %}
+{{- text.split("<answer>")[-1].split("</answer>")[0] }}{% endfor %}"""
 # The tokens of the instructions remain in calls.
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
 HERMES = TURN.replace("CALLS", loop("hermes"))
+TRIANGLES = HERMES.replace(
+    "{{ m.content }}", "◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}"
+)
 HERMES_CALL = '<tool_call>\n{"name": "a", "arguments": {"x": 7}}\n</tool_call>'
 JSON_CALL = '{"name": "a", "parameters": {"x": 7}}'
 OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, calls of `a`
@@ -353,6 +381,14 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
         'Well. <tool_call><f name="a"><p name="x">7</p></f></tool_call>',
         ("Well.", "", 1),
     ),
+    (RECIPIENTS, f"{ANALYSIS}{CALL_IN_CHANNEL}", ("", "Hm.", 1)),
+    (RECIPIENTS, f"{ANALYSIS}{CALL_TO_CHANNEL}", ("", "Hm.", 1)),
+    (RECIPIENTS, CALL_TO_CHANNEL, ("", "", 1)),
+    (TRIANGLES, f"◁think▷Hm.◁/think▷Well. {HERMES_CALL}", ("Well.", "Hm.", 1)),
+    (TOLD, f"Well. <|tool_call|>[{JSON_CALL}, {JSON_CALL}]", ("Well.", "", 2)),
+    (TOLD, f"Well. <my_calls>[{JSON_CALL}]</my_calls>", ("Well.", "", 1)),
+    (TOLD, '<my_calls>[{"function": {"name": "a", "arguments": {"x": 7}}}]', ("", "", 1)),
+    (TOLD, "<thought>Hm.</thought><answer>\nWell.\n</answer>", ("Well.", "Hm.", 0)),
     (INSTRUCTIONS, "<tool_call>a<k>x</k><v>7</v></tool_call>", ("", "", 1)),
     (BESIDE, JSON_CALL, ("", "", 1)),
     (BESIDE, f"<|text_start|>{JSON_CALL}<|text_end|>", ("", "", 1)),
@@ -373,7 +409,7 @@ def test_outputs_are_read_in_the_format_of_the_template(
 ) -> None:
     reader = reader_of(source, special)
     is_inferred = not any(note.startswith("calls:") for note in reader.template.notes)
-    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, TEXTS)
+    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, TEXTS, TOLD)
     response = reader.read(text, TOOL_A)
     calls = [(name, json.loads(arguments)) for name, arguments in response.calls]
     content, reasoning, count = expected

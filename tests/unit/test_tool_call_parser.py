@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,3 +65,20 @@ def test_bare_arguments_belong_to_the_fixed_name() -> None:
     assert read(JsonCallParser("", "", "f"), ' {"a": "b } "} \n', [3, 9]) == [
         ("f", '{"a": "b } "}')
     ]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ('{"x": "\\"}"}', '{"x": "\\"}"}'), ("{}", "{}"), ("", "{}"), (None, "{}"),
+        ("x", '"x"'), ([7], "[7]"),
+    ],
+)  # fmt: skip
+def test_arguments_may_be_a_string_of_json(shown: Any, text: str, wrapped: bool) -> None:
+    objects: list[Any] = [{"name": "f", "arguments": shown}, {"arguments": {"y": 7}, "name": "g"}]
+    if wrapped:
+        objects = [{"type": "function", "function": call, "id": "{"} for call in objects]
+    for cuts in ([], range(200)):
+        calls = read(JsonCallParser("name", "arguments"), json.dumps(objects), cuts)
+        assert calls == [("f", text), ("g", '{"y": 7}')]

@@ -18,7 +18,8 @@ from typing import Literal
 
 INDEX, ID, KEY, TYPE, NAME = "\0", "\1", "\2", "\3", "\5"
 PLACEHOLDER_PATTERNS = {INDEX: "[0-9]{1,3}", ID: "[A-Za-z0-9_]{1,64}", NAME: "(?P=name)"}
-DELIMITER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")  # <tool_call>, [ARGS], <|"|>
+# <tool_call>, <|"|>, [ARGS], ◁think▷
+DELIMITER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]|◁[^◁▷\s]{1,60}▷")
 
 Style = Literal["json", "python", "entries"]
 Pair = tuple[str, str]  # the text before and the text after something

@@ -75,6 +75,7 @@ class Brackets:
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 ARGUMENTS_KEYS = ("arguments", "parameters")  # models confuse them
+WRAPPER_KEY = "function"  # {"type": "function", "function": {"name": …}}
 
 
 class JsonCallParser:
@@ -95,6 +96,9 @@ class JsonCallParser:
         self._opened = False  # an object or a list has started
         self._named = False  # the current call has a name
         self._has_arguments = False  # the current call has
+        self._is_held = (
+            False  # its arguments begin as no object, and are not returned before they end
+        )
         self._key: str | None = None  # None while a key is read
         self._string: list[str] = []  # characters of a key or a name
         self._arguments: list[str] = []  # characters not yet returned, perhaps before the name
@@ -143,11 +147,18 @@ class JsonCallParser:
 
     def close(self, cut: bool) -> list[ToolCallPart]:
         """Return the parts that the end of the text completes. `cut`: it ends too early."""
-        lacks_arguments = self._fixed_name is not None and not (cut or self._has_arguments)
-        return [ToolCallPart(None, "{}")] if lacks_arguments else []
+        self._parts = []
+        if self._is_held and self._named:
+            self._flush(ended=True)
+        elif self._fixed_name is not None and not (cut or self._has_arguments):
+            self._parts.append(ToolCallPart(None, "{}"))
+        return self._parts
 
     def _add_member(self, char: str) -> None:
-        if self._key in self._arguments_keys or (self._key and not self._name_keys):
+        if char == "{" and self._key == WRAPPER_KEY and self._name_keys and not self._named:
+            self._call_depth += 1  # name and arguments are members of an object in the call's
+            self._key, self._string = None, []
+        elif self._key in self._arguments_keys or (self._key and not self._name_keys):
             self._add_argument(char)
         elif self._key is None or self._key in self._name_keys:
             self._string.append(char)
@@ -164,6 +175,7 @@ class JsonCallParser:
 
     def _add_argument(self, char: str) -> None:
         if char not in SPACE or self.in_string:
+            self._is_held = char != "{" if not self._has_arguments else self._is_held
             self._arguments += *self._space, char
             self._space, self._has_arguments = [], True
         elif self._has_arguments:
@@ -172,11 +184,19 @@ class JsonCallParser:
     def _end_call(self) -> None:
         if not self._has_arguments:
             self._arguments += "{}"
-        self._flush()
-        self._named, self._has_arguments, self._arguments = False, False, []
+        self._flush(ended=True)
+        self._named = self._has_arguments = self._is_held = False
+        self._arguments = []
 
-    def _flush(self) -> None:
-        if self._named and self._arguments:
+    def _flush(self, ended: bool = False) -> None:
+        """Return the arguments so far. Some models write their JSON as a string, or nothing in its
+        place, which the end decides."""
+        if self._is_held and ended:
+            text = "".join(self._arguments)
+            inner = _json_string(text) or text.strip('"')
+            known = {"": "{}", "null": "{}"}.get(inner.strip(), inner)
+            self._arguments = [known if known.lstrip().startswith("{") else text]
+        if self._named and self._arguments and ended >= self._is_held:
             self._parts.append(ToolCallPart(None, "".join(self._arguments)))
             self._arguments = []
 
@@ -501,6 +521,7 @@ def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
     value = _read_json(text)
     calls = value if isinstance(value, list) else [value]
     try:
+        calls = [call[WRAPPER_KEY] if "name" not in call else call for call in calls]
         return [
             (str(call["name"]), dict(next(call[key] for key in ARGUMENTS_KEYS if key in call)))
             for call in calls
@@ -540,12 +561,13 @@ class _PythonReader:
 
     def calls(self, tools: ToolTypes) -> Iterator[tuple[str, dict[str, Any]]]:
         close = "]" if self._skip("[") else END
-        for _ in self._items(close):
+        while not self._skip(close):
             kind, name = self._next()
             if kind != "call":
                 raise ValueError("no function name")
             self.expect("(")
             yield name, self._arguments(tools.get(name, {}))
+            self._skip(",")  # some models write each call on a line of its own
         if close:
             self.expect(END)
 

@@ -301,7 +301,7 @@ def _joined(message: Message, other: Message) -> Message:
 QUESTION: Message = {"role": "user", "content": "?"}
 # Of probing conversations; TOOLS in inference.py have other names.
 NUMBERS = ("one", "two")
-PROBED_IDS = ("call_of_one", "callofone", "functions.name_one:0")
+PROBED_IDS = ("id_one", "callofone", "functions.name_one:0")
 TEXT_BEFORE = "text_before"
 MAX_SCORE = 5
 
@@ -397,7 +397,7 @@ def _conversation(
     """Return a question, calls and their results in this format."""
     tool_calls, results = [], []
     for number in NUMBERS[:calls]:
-        id = f"call_of_{number}" if history_format.call_ids == "any" else f"callof{number}"
+        id = f"id_{number}" if history_format.call_ids == "any" else f"callof{number}"
         tool_calls.append(make_call(id, f"name_{number}", {f"key_{number}": f"value_{number}"}))
         results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
     message: Message = {"role": "assistant", "content": content, "tool_calls": tool_calls}

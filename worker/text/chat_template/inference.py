@@ -58,6 +58,7 @@ from worker.text.tool_call_format import (
     Pair,
     ToolCallFormat,
 )
+from worker.text.tool_call_parser import WRAPPER_KEY
 
 # ── the probing messages ──
 
@@ -176,7 +177,7 @@ def infer_profile(
             output, examples = with_default_calls(output), []
             shown = (*output.visible_texts, *prober.tool_delimiters())
             output = replace(output, visible_texts=shown)
-        if calls is None and (pair := prober.unseen_call_delimiters()):
+        for pair in prober.unseen_call_delimiters() if calls is None else ():
             output = _with_unseen_calls(output, pair)
             lacks[0] += f", and calls in {pair[0]} are parsed"
         if output.tool_calls is None and not lacks:
@@ -271,6 +272,8 @@ DUMPED_BLOCKS = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT
 RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
 # In a delimiter, what tells its two ends apart: <|text_start|> and <|text_end|>, <text> and </text>
 EDGE_WORD = re.compile(r"[\W_]|start|begin|open|end|close", re.IGNORECASE)
+MAX_TAGS = 40  # of a template's source that are tried
+CLOSING_TAG = re.compile(r"</([\w:]{2,40})>")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPEN_REASONING = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
@@ -302,8 +305,10 @@ class TemplateProber:
         written = self._reasoning_text.rpartition(QUESTION["content"])[2]
         self._syntax = DelimiterSyntax(find_brackets(written + self.render_calls(ARGUMENTS)))
         self._message_start = self._find_message_start()
+        self._removed = self._removed_delimiters(source)
         self.reasoning = self._reasoning_delimiters(source)
         self._content, self._ends = self._content_delimiters()
+        self._content = self._content or self._removed[1]
         self._beside_calls = self._delimiters_beside_calls()
         self._ends += self._beside_calls
 
@@ -358,22 +363,25 @@ class TemplateProber:
         without_tools = DELIMITER.findall(self._render([QUESTION]))
         return set(DELIMITER.findall(self.prompt)).difference(without_tools)
 
-    def unseen_call_delimiters(self) -> Pair | None:
-        """Return the delimiters of calls that the template does not write, named like those that it
-        writes around results: <|tool_call_start|> like <|tool_response_start|>."""
+    def unseen_call_delimiters(self) -> list[Pair]:
+        """Return the delimiters of calls that the template does not write: those that a prompt has
+        because of its tools, named as calls, and those named like the ones around results:
+        <|tool_call_start|> like <|tool_response_start|>. Some have no end."""
+        named: dict[str, list[str]] = {}
+        for text in sorted(self.tool_delimiters(), key=self.prompt.index):
+            if "call" in (word := EDGE_WORD.sub("", text).lower()):
+                named.setdefault(word, []).append(text)
+        pairs = [(texts[0], (*texts, "")[1]) for texts in named.values() if len(texts) < 3]
         history = self.history_format
-        if history is None or history.results != "tool":
-            return None
-        result = {"role": "tool", "tool_call_id": IDS[0], "content": CONTENT}
-        messages = HistoryAdapter(history).adapt([QUESTION, assistant(ARGUMENTS), result])
-        before, _, after = self._render(messages, self._tools).partition(CONTENT)
-        opens, closes = self._last_delimiter(before), self._syntax.pattern.match(after.lstrip())
-        if not opens or closes is None:
-            return None
-        around = opens, closes[0]
-        renamed = RESULT_WORD.sub("call", around[0]), RESULT_WORD.sub("call", around[1])
-        is_default = renamed[0] == DEFAULT_TOOL_CALL_FORMAT.call[0].strip()
-        return None if is_default or renamed[0] == around[0] else renamed
+        if history is not None and history.results == "tool":
+            result = {"role": "tool", "tool_call_id": IDS[0], "content": CONTENT}
+            messages = HistoryAdapter(history).adapt([QUESTION, assistant(ARGUMENTS), result])
+            before, _, after = self._render(messages, self._tools).partition(CONTENT)
+            opens, closes = self._last_delimiter(before), self._syntax.pattern.match(after.lstrip())
+            if closes and (renamed := RESULT_WORD.sub("call", opens)) != opens:
+                pairs.append((renamed, RESULT_WORD.sub("call", closes[0])))
+        default = DEFAULT_TOOL_CALL_FORMAT.call[0].strip()
+        return [pair for pair in dict.fromkeys(pairs) if pair[0] != default]
 
     def _render_with_ids(self, count: int) -> str:
         """Render calls, with ID in place of their ids."""
@@ -456,7 +464,24 @@ class TemplateProber:
         for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
             if match := OPEN_REASONING.search(self._render([QUESTION], **variables)):
                 return match[1], match[1][0] + "/" + match[1][1:]
-        return ("<think>", "</think>") if "</think>" in source else None
+        if self._removed[0] or "</think>" not in source:
+            return self._removed[0]
+        return "<think>", "</think>"
+
+    def _removed_delimiters(self, source: str) -> tuple[Pair | None, Pair | None]:
+        """Return the delimiters in the template's source that it removes from earlier content:
+        those of reasoning with what they enclose, those of content alone."""
+        reasoning = content = None
+        names = [name for name in dict.fromkeys(CLOSING_TAG.findall(source)) if "tool" not in name]
+        for name in names[:MAX_TAGS]:
+            pair = f"<{name}>", f"</{name}>"
+            message = assistant(content=THOUGHT.join(pair) + CONTENT)
+            text = self._render([QUESTION, message, QUESTION])
+            if THOUGHT not in text:
+                reasoning = reasoning or (pair if CONTENT in text else None)
+            elif pair[0] not in text and pair[1] not in text:
+                content = content or pair
+        return reasoning, content
 
     def _lead_in(self, header: str) -> str:
         """Return the words with which the prompt begins reasoning that has no opening delimiter.
@@ -523,7 +548,7 @@ class TemplateProber:
         reasoning, content = (DELIMITER.split(header)[1].strip() for header in headers)
         ends = [*DELIMITER.findall(end), *DELIMITER.findall(rest)[:1]]
         ends += DELIMITER.findall(calls.call[1]) if calls else []
-        recipient = calls.call[0] if calls else ""
+        recipient = calls.call[0].split()[-1] if calls else ""  # the channel may stand before it
         ends = list(dict.fromkeys(ends))
         return ChannelFormat(start, channel, body, tuple(ends), reasoning, content, recipient)
 
@@ -630,7 +655,9 @@ def _probe_json(text: str) -> ProbedArguments | None:
 
 
 def _enclosing_object(text: str, name: int, end: int) -> tuple[int, int, dict[str, Any]] | None:
-    """Return the innermost JSON object, with its bounds, around a name and what ends at `end`."""
+    """Return the innermost JSON object around a name and what ends at `end`, and its bounds: those
+    of the call's object if that wraps it."""
+    found = None
     start = text.rfind("{", 0, name)
     while start >= 0:
         try:
@@ -638,9 +665,11 @@ def _enclosing_object(text: str, name: int, end: int) -> tuple[int, int, dict[st
         except ValueError:
             value, length = None, 0
         if isinstance(value, dict) and start + length > end:
-            return start, start + length, value
+            if found and value.get(WRAPPER_KEY) != found[2]:
+                break
+            found = start, start + length, value if found is None else found[2]
         start = text.rfind("{", 0, start)
-    return None
+    return found
 
 
 def _call_keys(call: dict[str, Any]) -> Pair | None:

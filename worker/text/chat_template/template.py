@@ -51,6 +51,7 @@ from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 EFFORT = "reasoning_effort"
 EFFORTS = None, "none", "high"  # of probing messages
+ROLES = "system", "developer", "user", "assistant", "tool"
 MAX_REASON = 500  # characters of the template's own error
 INSTRUCTIONS = """# Tools
 
@@ -105,11 +106,14 @@ class ChatTemplate:
         self._reserved_names = self._find_reserved_names()
         for name in self._reserved_names & defaults.keys():
             raise ValueError(f"CHAT_TEMPLATE_KWARGS: {name} is not a variable of the template")
-        # Some templates of vision models render content only as a list of parts.
-        self._wants_parts = False
-        question = {"role": "user", "content": CONTENT}
-        if CONTENT not in self.try_render([question]):
-            self._wants_parts = CONTENT in self.try_render([_as_parts(question)])
+        # Some templates render content, or that of system messages, only as a list of parts.
+        self._roles_with_parts: frozenset[str] = frozenset()
+        question, system = ({"role": role, "content": CONTENT} for role in ("user", "system"))
+        for messages, roles in (([question], ROLES), ([system, question], ("system",))):
+            if self.try_render(messages).count(CONTENT) < len(messages):
+                parts = [_as_parts(each) if each["role"] in roles else each for each in messages]
+                if self.try_render(parts).count(CONTENT) >= len(messages):
+                    self._roles_with_parts |= {*roles}
         response_template = getattr(tokenizer, "response_template", None)
         profile = infer_profile(
             self.try_render, self._lenient_render, self.source, response_template
@@ -342,8 +346,8 @@ class ChatTemplate:
 
     def _apply(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
         apply: Any = self._tokenizer.apply_chat_template
-        if self._wants_parts:
-            messages = [_as_parts(message) for message in messages]
+        roles = self._roles_with_parts
+        messages = [_as_parts(each) if each["role"] in roles else each for each in messages]
         options = {"tokenize": False, **variables}
         try:
             text = apply(messages, tools=list(tools) or None, **options)
