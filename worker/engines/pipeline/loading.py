@@ -21,6 +21,7 @@ from transformers import (
     SpeechT5HifiGan,
     pipeline,
 )
+from transformers.integrations.mistral import resolve_mistral_format
 
 from worker.backends.cpu.linear import pack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype
@@ -57,6 +58,7 @@ from worker.model.loading import (
     describe_missing_weights,
     is_worth_compiling,
     load_errors,
+    load_tokenizer,
     log_own_attention,
     missing_weights_matter,
     model_info,
@@ -96,6 +98,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
             trust_remote_code=False,  # if unset, transformers prompts on a terminal
             model_kwargs={"use_safetensors": True, **attention_keywords(options.attention)},
             **(own_vocoder(path) if task == SPEECH_TASK else {}),
+            **({"tokenizer": load_tokenizer(path)} if resolve_mistral_format(path)[0] else {}),
         )
         if TASKS[task].kind == "text" and pipe.tokenizer is not None:
             check_tokenizer(pipe.tokenizer)

@@ -1,0 +1,32 @@
+"""Tokenizers of checkpoints with a tekken.json, Mistral's: mistral-common renders their chats.
+
+The library makes a fast tokenizer with the same ids of the file, and a chat template of the
+package's rules, so that it serves like any other.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations.mistral import convert_tekken_tokenizer
+from transformers.utils.import_utils import is_mistral_common_available
+
+NOT_INSTALLED = "mistral-common is not installed: pip install mistral-common"
+
+
+def fast_tokenizer(tokenizer: Any) -> Any:
+    """Return mistral-common's tokenizer as a fast one with a chat template, any other unchanged."""
+    if tokenizer.backend != "mistral_common":
+        return tokenizer
+    file = tokenizer.tokenizer.instruct_tokenizer.tokenizer.file_path
+    fast: Any = convert_tekken_tokenizer(str(file))
+    fast.add_bos_token = True
+    # it names recordings as OpenAI's API does, a chat's parts are named as the library does
+    names = "['input_audio', "
+    fast.chat_template = (fast.chat_template or "").replace(names, f"['audio', {names[1:]}")
+    return fast
+
+
+def lacks_mistral_common(tokenizer: Any) -> bool:
+    """Return whether a tekken.json was read without the package."""
+    file = Path(str(getattr(tokenizer, "vocab_file", None)))
+    return file.name == "tekken.json" and not is_mistral_common_available()
