@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
 from tests import sdk, tiny_audio
-from tests.generating import Served, serve
+from tests.generating import GREEDY, Served, serve
 from tests.model.test_audio_chats import ONE, OTHER, SHORT, samples, wav
 from tests.multimodal import engine, in_small_chunks, loaded, request, unpaged
 from tests.sdk import Sdk
+from worker.messages.generation import GenerationInput, MediaInput, Stopping
 
 MODEL = "voxtral"
 LONG = wav(5, 31.0)  # two windows
@@ -55,7 +57,8 @@ def output_of(inputs: Any, count: int) -> list[int]:
 
 def assert_generated(served: Sequence[Served]) -> None:
     for one in served:
-        chat: Any = one.item.payload.prompt
+        payload: Any = one.item.payload
+        chat = payload.prompt
         inputs = inputs_of(chat.messages, [file.data for file in chat.media])
         assert list(one.prompt) == inputs["input_ids"][0].tolist()
         assert one.choices
@@ -110,11 +113,11 @@ def transcription_inputs(language: str | None) -> Any:
 def test_transcription_is_that_of_the_librarys_request(language: str | None) -> None:
     generator = engine(MODEL)
     chat = generator.input_processor.transcription_chat(None, language)
-    item = request(ONE, max_tokens=20)
-    media = item.payload.prompt.media  # type: ignore[union-attr]
-    item.payload = replace(item.payload, prompt=replace(chat, media=media))
+    recording = MediaInput(ONE, "auto", "file", kind="audio")
+    stopping = Stopping(max_tokens=20, ignore_eos=True)
+    payload = GenerationInput(replace(chat, media=(recording,)), GREEDY, stopping)
     inputs = transcription_inputs(language)
-    [one], _ = serve(generator, [item])
+    [one], _ = serve(generator, [WorkItem(payload, float("inf"), 0.0)])
     assert list(one.prompt) == inputs["input_ids"][0].tolist()
     assert one.ids == [output_of(inputs, 20)]
 

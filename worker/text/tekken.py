@@ -7,7 +7,7 @@ package's rules, so that it serves like any other.
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations.mistral import convert_tekken_tokenizer
+from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 from transformers.utils.import_utils import is_mistral_common_available
 
 NOT_INSTALLED = "mistral-common is not installed: pip install mistral-common"

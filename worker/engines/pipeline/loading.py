@@ -21,7 +21,7 @@ from transformers import (
     SpeechT5HifiGan,
     pipeline,
 )
-from transformers.integrations.mistral import resolve_mistral_format
+from transformers.integrations.mistral.tokenizer import resolve_mistral_format
 
 from worker.backends.cpu.linear import pack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype
