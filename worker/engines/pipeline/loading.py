@@ -21,7 +21,6 @@ from transformers import (
     SpeechT5HifiGan,
     pipeline,
 )
-from transformers.integrations.mistral.tokenizer import resolve_mistral_format
 
 from worker.backends.cpu.linear import pack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype
@@ -81,6 +80,8 @@ class PipelineOptions(ModelOptions):
 
 def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     """Return the pipeline, and the names of the weights that its checkpoint lacks."""
+    from transformers.integrations.mistral.tokenizer import resolve_mistral_format
+
     task = options.task
     if options.model == "demo" and task != DEMO_TASK:
         raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
