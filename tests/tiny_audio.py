@@ -17,6 +17,7 @@ from tests.tiny import hf as hf
 from tests.tiny_decoders import MIXED, with_random_vectors
 from tests.tiny_multimodal import CONTEXT, PATCH, SIDE, SIZE, TEMPLATE, VISION, text
 from tests.tiny_multimodal import folder as folder
+from tests.tiny_tekken import voxtral
 from tests.tiny_tokenizers import llama_tokenizer
 
 MELS = 16
@@ -539,19 +540,6 @@ def muse_spark() -> list[Any]:
     return [model, processor]
 
 
-def voxtral() -> list[Any]:
-    """Its processor renders a conversation with sound itself, and is not called with it."""
-    tokenizer = new_tokenizer("[AUDIO]", audio="[AUDIO]")
-    config = hf.VoxtralConfig(
-        audio_config={**WHISPER, "model_type": "voxtral_encoder"},
-        text_config=text(tokenizer, "LlamaConfig").to_dict(),
-        audio_token_id=24,
-    )
-    model = with_random_vectors(hf.VoxtralForConditionalGeneration(config))
-    return [model, hf.VoxtralProcessor(mels(), tokenizer)]
-
-
-REFUSED: dict[str, Callable[[], list[Any]]] = {"voxtral": voxtral}
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2_audio": qwen2_audio,
     "audioflamingo3": lambda: flamingo("AudioFlamingo3"),
@@ -580,4 +568,6 @@ WITH_TORCHVISION: dict[str, Callable[[], list[Any]]] = {
     "nemotron_h_omni": nemotron_h_omni,
     "muse_spark": muse_spark,
 }
-tiny_multimodal.BUILDERS |= BUILDERS | REFUSED | WITH_TORCHVISION
+# Its processor needs mistral-common: see tests/mistral.
+WITH_MISTRAL_COMMON: dict[str, Callable[[], list[Any]]] = {"voxtral": voxtral}
+tiny_multimodal.BUILDERS |= BUILDERS | WITH_TORCHVISION | WITH_MISTRAL_COMMON

@@ -1,5 +1,5 @@
 """Tiny models that take videos, built like those of tiny_multimodal.py with the video processor of
-their checkpoints. It needs torchvision: see tests/videos.py."""
+their checkpoints. It needs torchvision: see tests/packages.py."""
 
 from collections.abc import Callable
 from typing import Any

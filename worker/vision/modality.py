@@ -276,12 +276,12 @@ def call_replaced(
     """Call a processor with a text and media, with a function in place of each modality's part."""
     duplicate, media = copy.copy(processor), {}
     for modality, (items, process) in replaced.items():
-        setattr(duplicate, modality.attribute, _ReplacedPart(modality.part, process))
+        setattr(duplicate, modality.attribute, ReplacedPart(modality.part, process))
         media[modality.argument] = items
     return duplicate(text=[text], text_kwargs=PLAIN_TEXT, **media, **options)
 
 
-class _ReplacedPart:
+class ReplacedPart:
     """A part of a processor whose attributes stay and whose call is replaced."""
 
     def __init__(self, part: Any, process: PartFunction) -> None:

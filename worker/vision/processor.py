@@ -40,6 +40,7 @@ from worker.messages.generation import (
     MediaKind,
     transcription_chat,
 )
+from worker.vision.mistral import with_fast_tokenizer
 from worker.vision.modality import (
     KIND_NAMES,
     NOT_INPUTS,
@@ -410,9 +411,10 @@ def load_processor(path: str) -> Any:
     parts = [name for names in KIND_NAMES.values() for name in names.attributes]
     if not isinstance(processor, ProcessorMixin) or not any(hasattr(processor, n) for n in parts):
         raise ValueError("the checkpoint has no image processor (processor_config.json)")
-    if not processor.tokenizer.chat_template:  # older checkpoints have it in the processor alone
-        processor.tokenizer.chat_template = processor.chat_template
-    return processor
+    called = with_fast_tokenizer(processor)
+    if not called.tokenizer.chat_template:  # older checkpoints have it in the processor alone
+        called.tokenizer.chat_template = processor.chat_template
+    return called
 
 
 def _load_without_videos(path: str, error: ImportError) -> Any:

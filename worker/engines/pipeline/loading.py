@@ -57,6 +57,7 @@ from worker.model.loading import (
     describe_missing_weights,
     is_worth_compiling,
     load_errors,
+    load_tokenizer,
     log_own_attention,
     missing_weights_matter,
     model_info,
@@ -79,6 +80,8 @@ class PipelineOptions(ModelOptions):
 
 def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     """Return the pipeline, and the names of the weights that its checkpoint lacks."""
+    from transformers.integrations.mistral.tokenizer import resolve_mistral_format
+
     task = options.task
     if options.model == "demo" and task != DEMO_TASK:
         raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
@@ -96,6 +99,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
             trust_remote_code=False,  # if unset, transformers prompts on a terminal
             model_kwargs={"use_safetensors": True, **attention_keywords(options.attention)},
             **(own_vocoder(path) if task == SPEECH_TASK else {}),
+            **({"tokenizer": load_tokenizer(path)} if resolve_mistral_format(path)[0] else {}),
         )
         if TASKS[task].kind == "text" and pipe.tokenizer is not None:
             check_tokenizer(pipe.tokenizer)

@@ -47,6 +47,7 @@ from worker.text.chat_template.inference import (
 )
 from worker.text.chat_template.sandbox import TemplateTooExpensive, lenient
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
+from worker.text.tekken import NOT_INSTALLED, lacks_mistral_common
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 EFFORT = "reasoning_effort"
@@ -93,8 +94,11 @@ class ChatTemplate:
         if isinstance(source, dict):
             source = source.get("tool_use") or source.get("default") or ""
         self.source = str(source)
+        self._no_template = NO_TEMPLATE
+        if lacks_mistral_common(tokenizer):
+            self._no_template += f"; one is made of tekken.json, but {NOT_INSTALLED}"
         if not self.source:
-            log.warning(NO_TEMPLATE)
+            log.warning(self._no_template)
         try:
             variables = find_undeclared_variables(self._environment.parse(self.source))
         except (TemplateError, RecursionError):
@@ -232,7 +236,7 @@ class ChatTemplate:
 
     def _render_chat(self, chat: Chat) -> str:
         if not (chat.template or self._tokenizer.chat_template):
-            raise InvalidInput(f"this model has {NO_TEMPLATE}", "messages")
+            raise InvalidInput(f"this model has {self._no_template}", "messages")
         for name in chat.template_kwargs:
             if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"
