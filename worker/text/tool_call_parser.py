@@ -96,9 +96,8 @@ class JsonCallParser:
         self._opened = False  # an object or a list has started
         self._named = False  # the current call has a name
         self._has_arguments = False  # the current call has
-        self._is_held = (
-            False  # its arguments begin as no object, and are not returned before they end
-        )
+        # Its arguments begin as no object, and are not returned before they end.
+        self._is_held = False
         self._key: str | None = None  # None while a key is read
         self._string: list[str] = []  # characters of a key or a name
         self._arguments: list[str] = []  # characters not yet returned, perhaps before the name
