@@ -79,6 +79,6 @@ def test_arguments_may_be_a_string_of_json(shown: Any, text: str, wrapped: bool)
     objects: list[Any] = [{"name": "f", "arguments": shown}, {"arguments": {"y": 7}, "name": "g"}]
     if wrapped:
         objects = [{"type": "function", "function": call, "id": "{"} for call in objects]
-    for cuts in ([], range(200)):
+    for cuts in (range(0), range(200)):
         calls = read(JsonCallParser("name", "arguments"), json.dumps(objects), cuts)
         assert calls == [("f", text), ("g", '{"y": 7}')]
