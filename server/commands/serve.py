@@ -103,15 +103,25 @@ class SettingsCommand(click.Command):
                 formatter.write_dl([row for row in rows if row])
 
 
+def default_text(default: Any) -> str:
+    """Return the default as a user writes it in the environment."""
+    if default is None:
+        return "auto"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(default) or "empty"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 def setting_option(spec: Field[Any]) -> click.Option:
-    default = "auto" if spec.default is None else spec.default
     choices = spec.metadata["choices"]
     text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
     value_type: Any = get_args(spec.type)[0] if get_args(spec.type) else spec.type
     return click.Option(
         ["--" + spec.name.replace("_", "-")],
         metavar=METAVARS[value_type],
-        help=f"{text} ({'off' if default is False else default or 'empty'})",
+        help=f"{text} ({default_text(spec.default)})",
         allow_from_autoenv=False,
     )
 
