@@ -32,22 +32,12 @@ from server.apis.openai.audio.speech import SpeechRequest
 from server.apis.openai.embedding.rerank import RerankRequest
 from server.apis.openai.request_fields import GenerationRequest, known_fields
 from server.app import create_app
+from server.commands.serve import default_text
 from server.core.metrics import Metrics
 from server.core.settings import Settings, load_settings
 from server.http.operation import OperationRoute
 from server.openapi.document import build_document
 from server.web.examples import ASSETS
-
-
-def default_text(default: Any) -> str:
-    """Return the default as a user writes it in the environment."""
-    if default is None:
-        return "auto"
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if isinstance(default, tuple):
-        return ",".join(default) or "empty"
-    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def settings_table() -> str:

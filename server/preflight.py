@@ -360,6 +360,15 @@ def check_socket(path: str) -> None:
         raise SettingsError(f"--uds {path}: its folder does not exist or is not writable")
 
 
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raise SettingsError for TLS files that are missing: uvicorn's error does not name them."""
+    if not certfile:
+        raise SettingsError(f"--ssl-keyfile {keyfile}: needs --ssl-certfile")
+    for flag, file in (("certfile", certfile), ("keyfile", keyfile or certfile)):
+        if not os.access(file, os.R_OK):
+            raise SettingsError(f"--ssl-{flag} {file}: does not exist or is not readable")
+
+
 def check_address(host: str, port: int) -> None:
     """Raise SettingsError unless the server can listen there: uvicorn binds during the load."""
     given_host, given_port = _flag_or_variable("host", host), _flag_or_variable("port", str(port))

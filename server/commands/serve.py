@@ -8,6 +8,7 @@ with one line and status 2, before torch is imported. `SettingsCommand`, `settin
 """
 
 import shutil
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import Field
 from itertools import groupby
@@ -18,11 +19,19 @@ from uvicorn.main import main as uvicorn_command
 
 from server import __version__
 from server.core.log import uvicorn_config
-from server.core.settings import SPECS, SettingsError, export_flags, load_env_file, load_settings
+from server.core.settings import (
+    SPECS,
+    SettingsError,
+    export_flags,
+    load_env_file,
+    load_settings,
+    refusing,
+)
 from server.preflight import (
     MISUSE,
     assign_model,
     check_address,
+    check_certificate,
     check_hub,
     check_socket,
     check_workers,
@@ -65,6 +74,9 @@ def serve(model: str | None, **flags: Any) -> None:
         check_socket(flags["uds"])
     elif flags["fd"] is None:
         check_address(flags["host"], flags["port"])
+    certfile, keyfile = flags["ssl_certfile"], flags["ssl_keyfile"]
+    if certfile or keyfile:
+        check_certificate(certfile, keyfile)
     settings = load_settings()
     check_hub(settings)  # before the imports
     if flags["log_config"] is None:
@@ -76,7 +88,8 @@ def serve(model: str | None, **flags: Any) -> None:
     else:
         make_app()
     assert uvicorn_command.callback
-    uvicorn_command.callback(**APP, **flags)
+    with refusing(f"--ssl-certfile {certfile} --ssl-keyfile {keyfile or certfile}", ssl.SSLError):
+        uvicorn_command.callback(**APP, **flags)
 
 
 def export_settings(model: str | None, flags: dict[str, Any]) -> None:
@@ -103,15 +116,25 @@ class SettingsCommand(click.Command):
                 formatter.write_dl([row for row in rows if row])
 
 
+def default_text(default: Any) -> str:
+    """Return the default as a user writes it in the environment."""
+    if default is None:
+        return "auto"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(default) or "empty"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 def setting_option(spec: Field[Any]) -> click.Option:
-    default = "auto" if spec.default is None else spec.default
     choices = spec.metadata["choices"]
     text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
     value_type: Any = get_args(spec.type)[0] if get_args(spec.type) else spec.type
     return click.Option(
         ["--" + spec.name.replace("_", "-")],
         metavar=METAVARS[value_type],
-        help=f"{text} ({'off' if default is False else default or 'empty'})",
+        help=f"{text} ({default_text(spec.default)})",
         allow_from_autoenv=False,
     )
 

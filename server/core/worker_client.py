@@ -275,7 +275,8 @@ class WorkerClient:
             except Pending as pending:
                 pending.then(item.owner, partial(is_alive, item), partial(self._put, [item]))
             except OnequeueError as error:
-                failed.append((item, error))
+                # its frames hold `failed` and the inputs: a cycle that is collected late
+                failed.append((item, error.with_traceback(None)))
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception

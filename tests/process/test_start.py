@@ -121,6 +121,11 @@ def test_every_start_command_refuses_in_one_sentence(script: list[str]) -> None:
         assert_refused(done, "PIPELINE_MODEL='/nowhere'", status=status)
 
 
+def test_tls_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "empty.pem").touch()
+    assert_refused(run([*SERVER, "--ssl-certfile", str(file)]), f"--ssl-certfile {file}")
+
+
 def test_flags_override_the_environment() -> None:
     done = run([*SERVER, "--max-batch-size", "none"], MAX_BATCH_SIZE="8")
     assert_refused(done, "MAX_BATCH_SIZE='none': must be a whole number")
@@ -141,6 +146,8 @@ def test_an_env_file_is_read_before_the_settings_are_checked(tmp_path: Path) -> 
         (["--host", "192.0.2.1"], {}, "Cannot assign requested address"),  # is for documentation
         (["--port", "70000"], {}, "--port 70000: must be 0 to 65535"),
         (["--uds", "/nowhere/socket"], {}, "--uds /nowhere/socket: its folder does not exist"),
+        (["--ssl-keyfile", "/nowhere"], {}, "--ssl-keyfile /nowhere: needs --ssl-certfile"),
+        (["--ssl-certfile", "/nowhere"], {}, "--ssl-certfile /nowhere: does not exist"),
         ([], {"PORT": "many"}, "'PORT'): 'many' is not a valid integer"),
         ([], {"PORT": "70000"}, "PORT=70000: must be 0 to 65535"),
         ([], {"HOST": "no host"}, "HOST=no host: "),

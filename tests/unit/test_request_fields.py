@@ -7,6 +7,7 @@ import pytest
 from batching.errors import InvalidInput
 from server.apis.openai.chat import ChatRequest
 from server.apis.openai.request_fields import convert, decode
+from server.apis.openai.responses.request import ResponseRequest
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,18 @@ def test_error_names_the_field_the_accepted_and_the_given_value(
     with pytest.raises(InvalidInput) as caught:
         convert(body, ChatRequest)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("metadata", "accepted"),
+    [({"k": "v" * 600}, "length <= 512"), ({"k" * 65: ""}, "length <= 64")],
+)
+def test_error_within_an_object_has_no_length_of_the_object(
+    metadata: dict[str, str], accepted: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        convert({"input": "x", "metadata": metadata}, ResponseRequest)
+    assert str(caught.value) == f"metadata: expected str of {accepted}"
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:

@@ -121,6 +121,7 @@ def test_help_lists_every_setting() -> None:
     assert done.returncode == 0
     for spec in fields(Settings):
         assert "--" + spec.name.replace("_", "-") in done.stdout
+    assert "0: never (0)" in " ".join(done.stdout.split())  # the default of --model-idle-s
 
 
 def test_a_misspelled_setting_in_the_env_file_is_refused_with_a_guess(

@@ -436,7 +436,8 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error), kind, document)
-        value = _value_at(document, param)
+        exact = "`key` in" not in str(error) and "[...]" not in str(error)
+        value = _value_at(document, param) if exact else None
         if message == "expected int, got float" and isinstance(value, float):
             if abs(value) >= 1 << 63:  # as the parser reads it
                 message = f"the integer {value:g} has more than 64 bits"
