@@ -101,7 +101,7 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
 
     def push(self, delta: object) -> None:
         """Hand a delta to the stream, if the item has one and is open. On the event loop only."""
-        if self.open and self.stream:
+        if self.stream:
             self.stream.push(cast(Delta, delta))  # its engine's
 
     def resolve(self, outcome: object) -> bool:
@@ -109,7 +109,7 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
         the event loop only."""
         if not self.open:
             return False
-        self.open = False
+        self.open, self.stream = False, None  # which refers to the item
         if self.future.cancelled():  # with its handler, when the server stops
             return False
         if isinstance(outcome, BaseException):

@@ -275,8 +275,7 @@ class WorkerClient:
             except Pending as pending:
                 pending.then(item.owner, partial(is_alive, item), partial(self._put, [item]))
             except OnequeueError as error:
-                # its frames hold `failed` and the inputs: a cycle that is collected late
-                failed.append((item, error.with_traceback(None)))
+                failed.append((item, error))
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception
@@ -491,6 +490,7 @@ class Submission(Generic[Result]):
         self._expire_at(math.inf)
         if self._watching:
             self._watching.cancel()
+            self._watching = None  # its error will refer to this
         self._record_times()
         self._record_tokens()
         self.worker_client.queue.release(self.items)

@@ -9,7 +9,6 @@ counted without building any.
 import json
 import re
 import time
-import traceback
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -83,11 +82,6 @@ async def in_thread(
             return await anyio.to_thread.run_sync(work, argument, limiter=limiter)
     except TimeoutError:
         raise DeadlineExceeded("the body was not parsed within the time limit") from None
-    except Exception as error:
-        # anyio's frame and the error refer to each other: without this, the body and what was
-        # parsed of it stay until a full collection, which is rare (lifespan.GC_THRESHOLDS)
-        traceback.clear_frames(error.__traceback__)
-        raise
 
 
 def parse_json(body: bytes) -> Document:

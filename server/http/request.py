@@ -14,6 +14,7 @@ import math
 import re
 import secrets
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -207,6 +208,9 @@ def count_failure(error: Exception, scope: Scope) -> HttpError:
     """Count an error in the metrics; return its envelope."""
     app: Application = scope["app"]
     response = as_http_error(error, scope, app.settings.debug)
+    # Frames and the error refer to each other: the body, and what was parsed of it, would stay
+    # until a full collection, which is rare (lifespan.GC_THRESHOLDS).
+    traceback.clear_frames(error.__traceback__)
     scope["record"].error = str(response)
     if response.kind:
         app.metrics.errors.labels(response.kind, scope["record"].model).inc()

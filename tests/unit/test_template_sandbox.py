@@ -1,7 +1,9 @@
 """A chat template of a checkpoint cannot take the server's time and memory."""
 
+import gc
 import json
 import tracemalloc
+import weakref
 from typing import Any
 
 import pytest
@@ -120,6 +122,22 @@ def test_each_rendering_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sandbox, "MAX_TURNS", 30)
     template = compiled("{% for i in range(20) %}{{ i }}{% endfor %}")
     assert template.render() == template.render()
+
+
+def test_a_rendering_with_macros_holds_no_messages() -> None:
+    class Messages(list[Any]): ...
+
+    template = compiled("{% macro f() %}{{ messages }}{% endmacro %}{{ f() }}")
+    messages = Messages(MESSAGES)
+    held = weakref.ref(messages)
+    gc.collect()
+    gc.disable()
+    try:
+        template.render(messages=messages)
+        del messages
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

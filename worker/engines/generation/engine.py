@@ -603,7 +603,7 @@ class GenerationEngine:
 
     def _release(self, item: WorkItem) -> None:
         for sequence in self.live.pop(item):
-            del self._outputs[sequence]
+            del self._outputs.pop(sequence).item  # which refers to the output
             self._pending_masks.pop(sequence, None)
             if self._speculation:
                 self._speculation.remove(sequence)

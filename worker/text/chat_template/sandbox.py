@@ -247,10 +247,15 @@ def _filter(node: Any, function: Callable[..., Any], *args: nodes.Expr) -> nodes
 class BoundedTemplate(Template):
     def render(self, *args: Any, **kwargs: Any) -> str:
         _thread.budget = Budget()
+        context = self.new_context(dict(*args, **kwargs))
         try:
-            return super().render(*args, **kwargs)
+            return self.environment.concat(self.root_render_func(context))
+        except Exception:
+            self.environment.handle_exception()
         finally:
             _thread.budget = None
+            context.vars.clear()  # macros refer to their context: it would stay with the messages
+            context.parent.clear()
 
 
 @contextmanager
