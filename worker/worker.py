@@ -370,8 +370,7 @@ class Worker:
 
     def run_other_steps(self, running: str, in_step: bool = True) -> None:
         """At a yield point of one model's step, receive items and run a step of each other model.
-        Those have yield points too: models whose steps are interrupted are left out. `in_step`:
-        the first one's is; what else it runs leaves its engine free."""
+        Those have yield points too: models whose steps are interrupted (`in_step`) are left out."""
         self._thread_tuner.end_turn()
         self._idle_since = self.clock()  # items that have arrived since have waited for it
         if not self._receive(0.0):

@@ -208,9 +208,7 @@ def count_failure(error: Exception, scope: Scope) -> HttpError:
     """Count an error in the metrics; return its envelope."""
     app: Application = scope["app"]
     response = as_http_error(error, scope, app.settings.debug)
-    # Frames and the error refer to each other: the body, and what was parsed of it, would stay
-    # until a full collection, which is rare (lifespan.GC_THRESHOLDS).
-    traceback.clear_frames(error.__traceback__)
+    traceback.clear_frames(error.__traceback__)  # they refer to it, and the body would stay
     scope["record"].error = str(response)
     if response.kind:
         app.metrics.errors.labels(response.kind, scope["record"].model).inc()

@@ -380,7 +380,7 @@ def takes_sound(processor: str) -> bool:
 @pytest.mark.skipif(is_mistral_common_available(), reason="mistral-common is installed")
 def test_model_whose_sound_mistral_common_renders_names_the_package() -> None:
     """A chat is refused, too: the package has the conversation's format."""
-    missing = "mistral-common is not installed: pip install mistral-common"
+    missing = "pip install mistral-common, which reads its tekken.json"
     options = GeneratorOptions(str(tiny_audio.folder("voxtral")), device="cpu", kv_cache_gb=0.01)
     generator = load_generator(options)
     assert missing in generator.input_processor.refused_media["audio"]

@@ -8,6 +8,8 @@ import pytest
 
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
+from server.entries import model_entries
+from server.preflight import check_models
 from tests.checkpoints import write_checkpoint
 from tests.fakes import FakeRunner
 from worker import task_detection
@@ -64,8 +66,9 @@ def checkpoint(folder: Path, *names: str, **more: Any) -> str:
 
 def test_a_task_that_is_not_set_is_inferred_from_the_checkpoint(tmp_path: Path) -> None:
     settings = Settings(pipeline_model=checkpoint(tmp_path, "BertForTokenClassification"))
-    app = create_app(settings, FakeRunner)
-    assert app.settings.pipeline_task == "token-classification"
+    entries = model_entries(check_models(settings), ())
+    [task] = [entry.settings.pipeline_task for entry in entries if entry.kind == "pipeline"]
+    assert task == "token-classification"
     assert detect_task("auto", "demo") == detect_task("auto", "none") == "fill-mask"
 
 

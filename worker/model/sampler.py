@@ -189,8 +189,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
     """Return the numbers [count, R] of rows at their positions and the ones after, as `uniform`."""
     if count == 1 and len(rows) < VECTORIZED_ROWS:
-        numbers = [uniform(r.state.params.seed, r.state.choice, r.position) for r in rows]
-        return np.array([numbers])
+        return np.array([[uniform(r.state.params.seed, r.state.choice, r.position) for r in rows]])
     mask, low = 2**64 - 1, np.uint64(2**32 - 1)
     factor = np.uint64(0xD2B74407B1CE6E93)
     factor_low, factor_high, half = factor & low, factor >> np.uint64(32), np.uint64(32)

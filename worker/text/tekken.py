@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.import_utils import is_mistral_common_available
 
 TEKKEN = "tekken.json"
-NOT_INSTALLED = "mistral-common is not installed: pip install mistral-common"
+INSTALL = "pip install mistral-common, which reads its tekken.json"
 
 
 def fast_tokenizer(tokenizer: Any) -> Any:

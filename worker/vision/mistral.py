@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from worker.text.tekken import NOT_INSTALLED, fast_tokenizer, lacks_mistral_common
+from worker.text.tekken import INSTALL, fast_tokenizer, lacks_mistral_common
 from worker.vision.modality import ReplacedPart
 
 
@@ -18,7 +18,7 @@ def with_fast_tokenizer(processor: Any) -> Any:
     takes_sound = "audio" in inspect.signature(type(processor).__call__).parameters
     if hasattr(processor, "feature_extractor") and not takes_sound:
         if lacks_mistral_common(fast):
-            raise ImportError(NOT_INSTALLED)
+            raise ImportError(f"mistral-common is not installed: {INSTALL}")
         if fast is not processor.tokenizer:
             return MistralProcessor(processor, fast)
     processor.tokenizer = fast

@@ -380,8 +380,7 @@ def limit_lists(document: Document, kind: Any, max_entries: int | None) -> None:
 
 
 def convert_body(document: Document, kind: type[T], scope: Scope, strict: bool = True) -> T:
-    """Return a struct, as `convert` does. Fields with a value, and no part in it, are ignored or
-    refused."""
+    """Return a struct. Fields with a value, and no part in it, are ignored or refused."""
     request = convert(document | _whole_numbers(document), kind, strict)
     refuse_unimplemented(document, getattr(kind, "unimplemented", {}))
     known = known_fields(kind)  # type: ignore[arg-type]  # a class has a hash

@@ -26,8 +26,7 @@ class StepCancelled(Exception):
 class YieldPoints:
     """Hooks on a model, which do something only inside of `with yield_points.active(...)`.
 
-    `decoder`: a part of it without hooks. Outside of this no step of the model's engine runs, and
-    so the engine's own steps run at the yield points, too."""
+    `decoder`: a part without hooks. Its engine's steps may run at the yield points, too."""
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module | None = None) -> None:
         self._clock: Callable[[], float] = time.monotonic
@@ -41,10 +40,9 @@ class YieldPoints:
         self.outside: Callable[[], AbstractContextManager[object]] = nullcontext
         self._runs_own = decoder is not None
         left_out = {*decoder.modules()} if decoder else set()
-        for inner in innermost_models(model):
-            if inner not in left_out:
-                inner.register_forward_pre_hook(self._before_forward)
-        modules = [module for module in model.modules() if module not in left_out]
+        for inner in {*innermost_models(model)} - left_out:
+            inner.register_forward_pre_hook(self._before_forward)
+        modules = (module for module in model.modules() if module not in left_out)
         stacks = [[*module] for module in modules if isinstance(module, nn.ModuleList)]
         self.depth = max(map(len, stacks), default=1)  # layers of the longest stack
         for layer in dict.fromkeys(itertools.chain(*stacks)):

@@ -254,8 +254,7 @@ class BoundedTemplate(Template):
             self.environment.handle_exception()
         finally:
             _thread.budget = None
-            context.vars.clear()  # macros refer to their context: it would stay with the messages
-            context.parent.clear()
+            context.vars.clear()  # of macros, which refer to the context
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from worker.text.chat_template.inference import (
 )
 from worker.text.chat_template.sandbox import TemplateTooExpensive, lenient
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
-from worker.text.tekken import NOT_INSTALLED, lacks_mistral_common
+from worker.text.tekken import INSTALL, lacks_mistral_common
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 EFFORT = "reasoning_effort"
@@ -62,7 +62,7 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
-NO_TEMPLATE = "no chat template: use /v1/completions, or set CHAT_TEMPLATE=file.jinja"
+NO_TEMPLATE = "no chat template: use /v1/completions, or set CHAT_TEMPLATE=file.jinja%s"
 log = logging.getLogger("onequeue.template")
 utils: Any = chat_template_utils  # untyped
 
@@ -94,11 +94,9 @@ class ChatTemplate:
         if isinstance(source, dict):
             source = source.get("tool_use") or source.get("default") or ""
         self.source = str(source)
-        self._no_template = NO_TEMPLATE
-        if lacks_mistral_common(tokenizer):
-            self._no_template += f"; one is made of tekken.json, but {NOT_INSTALLED}"
+        self._alternative = f"; or {INSTALL}" if lacks_mistral_common(tokenizer) else ""
         if not self.source:
-            log.warning(self._no_template)
+            log.warning(NO_TEMPLATE, self._alternative)
         try:
             variables = find_undeclared_variables(self._environment.parse(self.source))
         except (TemplateError, RecursionError):
@@ -110,8 +108,8 @@ class ChatTemplate:
         self._reserved_names = self._find_reserved_names()
         for name in self._reserved_names & defaults.keys():
             raise ValueError(f"CHAT_TEMPLATE_KWARGS: {name} is not a variable of the template")
-        # Some templates render content, or that of system messages, only as a list of parts.
-        self._roles_with_parts: frozenset[str] = frozenset()
+        # Some render content, or that of system messages, only as a list of parts.
+        self._roles_with_parts = frozenset[str]()
         question, system = ({"role": role, "content": CONTENT} for role in ("user", "system"))
         for messages, roles in (([question], ROLES), ([system, question], ("system",))):
             if self.try_render(messages).count(CONTENT) < len(messages):
@@ -236,7 +234,7 @@ class ChatTemplate:
 
     def _render_chat(self, chat: Chat) -> str:
         if not (chat.template or self._tokenizer.chat_template):
-            raise InvalidInput(f"this model has {self._no_template}", "messages")
+            raise InvalidInput("this model has " + NO_TEMPLATE % self._alternative, "messages")
         for name in chat.template_kwargs:
             if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"
