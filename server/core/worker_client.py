@@ -275,7 +275,7 @@ class WorkerClient:
             except Pending as pending:
                 pending.then(item.owner, partial(is_alive, item), partial(self._put, [item]))
             except OnequeueError as error:
-                failed.append((item, error))
+                failed.append((item, error.with_traceback(None)))  # whose frames refer to `failed`
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception

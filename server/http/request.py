@@ -14,7 +14,6 @@ import math
 import re
 import secrets
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -208,7 +207,7 @@ def count_failure(error: Exception, scope: Scope) -> HttpError:
     """Count an error in the metrics; return its envelope."""
     app: Application = scope["app"]
     response = as_http_error(error, scope, app.settings.debug)
-    traceback.clear_frames(error.__traceback__)  # they refer to it, and the body would stay
+    error.__traceback__ = None  # whose frames refer to the error, and to the body
     scope["record"].error = str(response)
     if response.kind:
         app.metrics.errors.labels(response.kind, scope["record"].model).inc()
