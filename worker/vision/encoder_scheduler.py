@@ -2,7 +2,7 @@
 
     waiting prompts in order → tiles not encoded yet → one encoder run → prompts that are ready
 
-A run encodes one tile while a sequence is running, and steps of all models run between its layers:
+A run encodes one tile while a sequence is running, and steps of all models run at its yield points:
 both bound the time between two tokens. Otherwise it encodes several tiles of the same shape, also
 of different prompts; on a CPU only small ones, because there large tiles take longer in a batch.
 Only the first few waiting prompts are encoded before their admission, and their rows are dropped

@@ -24,7 +24,7 @@ from worker.messages.generation import MediaInput, MediaKind
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.model.paged_runner import PagedRunner
 from worker.vision.decoders import AudioDecoder, ImageDecoder, VideoDecoder, check_seconds
-from worker.vision.encoder import EncoderCache, VisionEncoder
+from worker.vision.encoder import EncoderCache, VisionEncoder, divide_products
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import MediaFeatures, Processor, ProcessorOutput
 
@@ -55,7 +55,11 @@ class MediaPreprocessor:
     def new_scheduler(self, runner: PagedRunner, on_failure: OnFailure) -> EncoderScheduler:
         """Return a scheduler of the encoder, with an empty cache."""
         self.cache, model = EncoderCache(), cast(Any, runner.language.model)
-        self._yield_points = self._yield_points or YieldPoints(model, model.get_decoder())
+        if not self._yield_points:
+            self._yield_points = YieldPoints(model, decoder := model.get_decoder())
+            if model.device.type == "cpu":
+                modules = {*model.modules()} - {*decoder.modules()}
+                divide_products(modules, self._yield_points.before_layer)
         encoder = VisionEncoder(runner, self.cache)
         return EncoderScheduler(encoder, self._yield_points, on_failure)
 

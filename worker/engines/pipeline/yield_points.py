@@ -46,7 +46,7 @@ class YieldPoints:
         stacks = [[*module] for module in modules if isinstance(module, nn.ModuleList)]
         self.depth = max(map(len, stacks), default=1)  # layers of the longest stack
         for layer in dict.fromkeys(itertools.chain(*stacks)):
-            layer.register_forward_pre_hook(self._before_layer)
+            layer.register_forward_pre_hook(self.before_layer)
 
     @contextmanager
     def active(
@@ -73,7 +73,7 @@ class YieldPoints:
         self._end_first_forward(self._others)
         self._run_others(self._others)
 
-    def _before_layer(self, *_: Any) -> None:
+    def before_layer(self, *_: Any) -> None:
         if self._others is None or self._clock() - self._turn_started < MAX_TURN_S:
             return
         if not self._is_wanted():
