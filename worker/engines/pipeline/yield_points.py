@@ -39,6 +39,7 @@ class YieldPoints:
         # entered while other models run
         self.outside: Callable[[], AbstractContextManager[object]] = nullcontext
         self._runs_own = decoder is not None
+        self._max_turn_s = MAX_TURN_S / 2 if decoder else MAX_TURN_S  # and a product
         left_out = {*decoder.modules()} if decoder else set()
         for inner in {*innermost_models(model)} - left_out:
             inner.register_forward_pre_hook(self._before_forward)
@@ -65,8 +66,6 @@ class YieldPoints:
     def _before_forward(self, *_: Any) -> None:
         if self._others is None:
             return
-        if not self._is_wanted():
-            raise StepCancelled
         if self._is_first:
             self._is_first = False
             return
@@ -74,10 +73,8 @@ class YieldPoints:
         self._run_others(self._others)
 
     def before_layer(self, *_: Any) -> None:
-        if self._others is None or self._clock() - self._turn_started < MAX_TURN_S:
+        if self._others is None or self._clock() - self._turn_started < self._max_turn_s:
             return
-        if not self._is_wanted():
-            raise StepCancelled
         self._run_others(self._others)
 
     def _end_first_forward(self, others: OtherModels) -> None:
@@ -85,6 +82,8 @@ class YieldPoints:
         self.first_forward_s = self.first_forward_s or own_time_s - self._started
 
     def _run_others(self, others: OtherModels) -> None:
+        if not self._is_wanted():
+            raise StepCancelled
         self._others = None
         try:
             with torch.inference_mode(False), self.outside():  # as outside of the step
