@@ -546,6 +546,21 @@ def test_temporary_failure_reaches_all_waiting_requests(
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
 
 
+def test_a_grammar_that_the_machine_has_no_time_for_is_not_refused_later(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    when_ready(lambda: grammars.tokenizer("f"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "WALL_S", 0.01)
+        patch.setattr(sandbox, "_check", lambda *_: signal.pause())
+        stalled = SandboxResult(*sandbox._check_in_fork(None, 60.0))  # type: ignore[arg-type]
+        patch.setattr(GrammarSandbox, "check", lambda *_: stalled)
+        with pytest.raises(WorkerDown, match="temporarily"):
+            when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
+    grammars._errors.clear()  # time has passed
+    assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
+
+
 def owned(item: Any) -> Any:
     item.owner = WorkOwner("")
     return item

@@ -225,6 +225,8 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
                 [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
                 [{"role": "assistant", "tool_calls": []}],
                 [{"role": "assistant", "content": None}],
+                [{"role": "assistant", "content": []}],
+                [{"role": "tool", "content": []}],
             ],
             [
                 [],
@@ -239,7 +241,7 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
                 {},
             ],
         ),
-        (ChatRequest, "store", [None, False], [True, 0, "false"]),
+        (ChatRequest, "best_of", [None, 1], [2, True, "1"]),
         (ChatRequest, "modalities", [None, ["text"]], [["audio"], [], "text"]),
     ],
 )

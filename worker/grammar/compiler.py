@@ -265,6 +265,8 @@ class GrammarCompiler:
             reason, client_lark, size = grammar_sandbox.check(
                 task.text, task.is_client_grammar, task.forces_text, MAX_CPU_S / 2
             )
+            if reason == sandbox.STALLED:  # a later request tries again
+                raise WorkerDown(UNAVAILABLE, 5)
             if reason is not None:
                 raise Unusable(reason)
             if not task.is_client_grammar:  # the sandbox converts those, each time

@@ -37,6 +37,7 @@ STEPS = 12  # that are decoded after compilation: the lexer is built on demand
 MAX_FORCED = 32  # forced tokens of a step, such as those before a call's arguments
 NICE = 10  # the model has priority
 TOO_LONG = "it takes too long to compile"
+STALLED = "the machine had no time for it"  # says nothing of the grammar
 TOO_LARGE = "it needs too much memory, or is nested too deeply"
 TOO_COMPLEX = "it is too complex, or requires text without end"
 ANY_BIT = re.compile(rb"[^\0]")
@@ -185,8 +186,8 @@ def _check_in_fork(tokenizer: LLTokenizer, cpu_s: float, *request: Any) -> Seque
     with os.fdopen(read_end, "rb") as pipe, contextlib.suppress(EOFError):
         result = _receive(pipe)
     _, status = os.waitpid(pid, 0)
-    timed_out = os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
-    return result or SandboxResult(TOO_LONG if timed_out else TOO_LARGE)
+    reasons = {-signal.SIGPROF: TOO_LONG, -signal.SIGALRM: STALLED}
+    return result or SandboxResult(reasons.get(os.waitstatus_to_exitcode(status), TOO_LARGE))
 
 
 def _set_limits(cpu_s: float) -> None:

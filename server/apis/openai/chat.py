@@ -55,6 +55,7 @@ CallIdFactory: TypeAlias = Callable[[str, int], str]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
+    without_effect: ClassVar = GenerationRequest.without_effect | {"prediction", "store"}
     unimplemented: ClassVar = {
         "add_special_tokens": (False,),
         "audio": (),
@@ -63,9 +64,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "functions": (),
         "modalities": (["text"],),
         "moderation": (),
-        "prediction": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "store": (False,),
         "web_search_options": (),
     } | GenerationRequest.unimplemented
 

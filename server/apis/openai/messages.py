@@ -56,7 +56,8 @@ CALL_FIELDS = any_of(
 MESSAGE_FIELDS = any_of(
     ({"content": {"type": ["string", "array"], "minItems": 1}}, ["content"]),
     (CALLING, ["tool_calls"]),
-    ({"role": {"const": "assistant"}, "content": {"type": "null"}}, []),
+    ({"role": {"const": "assistant"}, "content": {"type": ["null", "array"]}}, []),
+    ({"role": {"const": "tool"}, "content": {"type": "array"}}, ["content"]),
 )
 
 
@@ -142,9 +143,9 @@ class Message(Struct):
             content, media, thoughts = self._parts(self.content, path)
         elif isinstance(self.content, str):
             content = self.content
-        elif self.role == "assistant" and self.content is None:
-            content = None if self.tool_calls else ""  # as vLLM has it beside reasoning alone
-        elif not (self.role == "assistant" and self.tool_calls):
+        elif self.role == "assistant" or (self.role == "tool" and self.content == []):
+            content = None if self.role == "assistant" and self.tool_calls else ""  # as in vLLM
+        else:
             reason = "is required" if self.content is None else "must not be empty"
             raise InvalidInput.at(f"{path}.content", reason)
         role = "system" if self.role == "developer" else self.role
