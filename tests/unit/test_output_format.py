@@ -227,6 +227,15 @@ HABITS: dict[str, tuple[str, str]] = {
         ),
         "<call>a{x:<q>7<q>,t:<q>7, 8<q>,l:[<q>7<q>,8],n:7.5}</call>",
     ),
+    "a line feed after each call": (
+        EACH.replace(
+            "EACH",
+            '<call>{"name": "{{ c.function.name }}", "arguments": '
+            "{{- c.function.arguments | tojson }}}</call>" + '{{ "\n" }}',
+        )
+        + "<end>",
+        '<call>{"name": "a", "arguments": {"x": 7}}</call>',
+    ),
     "the section ends after several calls only": (
         EACH.replace(
             "EACH",
@@ -342,10 +351,24 @@ CALL_TO_CHANNEL = ' to=functions.a<|channel|>commentary json<|message|>{"x": 7}<
 TOLD = """{% if tools %}Write <|tool_call|> and a list, or <my_calls></my_calls>{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{% set text = m.content.split("</thought>")[-1] %}
 {{- text.split("<answer>")[-1].split("</answer>")[0] }}{% endfor %}"""
+# The text before content is no delimiter of reasoning.
+ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+ROLES = ROLES.replace("<assistant>", "{% if add_generation_prompt %}<assistant>{% endif %}")
+# Calls are messages of a role that only this template has.
+OWN_ROLE = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'call' %}<|my_call|>{% endif %}"
+OWN_ROLE += "{{ m.content }}{% endfor %}"
+# Tools are a text, in a variable of its own.
+FUNCTIONS = """{{- 'Write functools[{"name": NAME}].' + functions + datetime }}
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}functools[
+{%- for c in m.tool_calls %}{{- '{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments + "}" }}{{ ", " if not loop.last }}{% endfor %}]{% endif %}{% endfor %}"""
 # The tokens of the instructions remain in calls.
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
 HERMES = TURN.replace("CALLS", loop("hermes"))
+PYTHON, KEYS, BRACKETS, SECTION = (
+    TURN.replace("CALLS", loop(name)) for name in ("bare python", "pairs", "args", "section")
+)
 TRIANGLES = HERMES.replace(
     "{{ m.content }}", "◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}"
 )
@@ -389,6 +412,28 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (TOLD, f"Well. <my_calls>[{JSON_CALL}]</my_calls>", ("Well.", "", 1)),
     (TOLD, '<my_calls>[{"function": {"name": "a", "arguments": {"x": 7}}}]', ("", "", 1)),
     (TOLD, "<thought>Hm.</thought><answer>\nWell.\n</answer>", ("Well.", "Hm.", 0)),
+    (TOLD, f"<my_calls>\n{JSON_CALL}\n{JSON_CALL}\n</my_calls>", ("", "", 2)),
+    (ROLES, "Well.", ("Well.", "", 0)),
+    (OWN_ROLE, f"Well. <|my_call|>[{JSON_CALL}]", ("Well.", "", 1)),
+    (NO_CALLS, f"Well. <|tool_call|>[{JSON_CALL}]<|/tool_call|>", ("Well.", "", 1)),
+    (FUNCTIONS, f"functools[{JSON_CALL}, {JSON_CALL}]", ("", "", 2)),
+    (FUNCTIONS, "Well.", ("Well.", "", 0)),
+    # JSON or Python, whichever the template writes
+    (HEADERS, "[a(x=7), a(x=7)]", ("", "", 2)),
+    (HEADERS, "[b(x=7)]", ("[b(x=7)]", "", 0)),
+    (HEADERS, "[a](http://b)", ("[a](http://b)", "", 0)),
+    (PYTHON, f"[{JSON_CALL}]", ("", "", 1)),
+    (PYTHON, '[{"x": 7}]', ('[{"x": 7}]', "", 0)),
+    # habits from other formats
+    (HEADERS, f"```json\n[{JSON_CALL}]\n```", ("", "", 1)),
+    (HEADERS, f"<tool_call>{JSON_CALL}</tool_call>", ("", "", 1)),
+    (HEADERS, '```json\n[{"x": 7}]\n```', ('```json\n[{"x": 7}]\n```', "", 0)),
+    (HEADERS, '{"function": "a", "parameters": {"x": 7}}', ("", "", 1)),
+    (HERMES, "<tool_call>{'name': 'a', 'arguments': {'x': 7}}</tool_call>", ("", "", 1)),
+    (KEYS, f"Well. <tool_call>{JSON_CALL}</tool_call>", ("Well.", "", 1)),
+    (BRACKETS, f"[TOOL_CALLS][{JSON_CALL}, {JSON_CALL}]", ("", "", 2)),
+    (BRACKETS, '[TOOL_CALLS]a{"x": 7}[TOOL_CALLS]a{"x": 7}', ("", "", 2)),
+    (SECTION, '<calls> <call> functions.a:0 <args> {"x": 7} </call> </calls>', ("", "", 1)),
     (INSTRUCTIONS, "<tool_call>a<k>x</k><v>7</v></tool_call>", ("", "", 1)),
     (BESIDE, JSON_CALL, ("", "", 1)),
     (BESIDE, f"<|text_start|>{JSON_CALL}<|text_end|>", ("", "", 1)),
@@ -409,7 +454,7 @@ def test_outputs_are_read_in_the_format_of_the_template(
 ) -> None:
     reader = reader_of(source, special)
     is_inferred = not any(note.startswith("calls:") for note in reader.template.notes)
-    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, TEXTS, TOLD)
+    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, OWN_ROLE, ROLES, TEXTS, TOLD)
     response = reader.read(text, TOOL_A)
     calls = [(name, json.loads(arguments)) for name, arguments in response.calls]
     content, reasoning, count = expected

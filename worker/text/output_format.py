@@ -36,6 +36,7 @@ from worker.text.tool_call_parser import (
     BufferedCallParser,
     JsonCallParser,
     ParsedCalls,
+    PlainCallParser,
     ToolCallParser,
     ToolTypes,
     make_call_parser,
@@ -65,6 +66,7 @@ class Delimiter(NamedTuple):
     trigger: Any = None
     known_tool: bool = False  # it counts only with the name of a tool of the request
     line_start: bool = False  # within content it counts only at the start of a line
+    after_call: bool = False  # it counts only right after a call
 
     def after_trigger(self, text: str) -> str | None:
         """Return the text after the trigger; None without one."""
@@ -123,11 +125,12 @@ class OutputFormat:
         if not (calls and text.strip()):
             return False
         name = f"(?:{'|'.join(map(regex.escape, names))})"
-        call = rf"{name}\(" if calls.keys is None else rf'\{{\s*+"{name}"'
-        if calls.keys and calls.keys[0]:
-            call = rf'\{{\s*+"{calls.keys[0]}"\s*+:\s*+"{name}"'
-        before = rf"\s*+(?:<\|\w{{1,40}}\|>\s*+)?(?:{regex.escape(calls.prefix_word)}\s*+)?"
-        pattern = regex.compile(rf"{before}(?:\[\s*+)?{call}.*", regex.DOTALL)
+        json_call = rf'\{{\s*+"{name}"'
+        if key := calls.keys[0] if calls.keys else "name":
+            json_call = rf'\{{\s*+"{key}"\s*+:\s*+"{name}"'
+        call = rf"(?:\[\s*+)?{json_call}|\[\s*+{name}\("
+        before = rf"\s*+(?:{WRAPPER}\s*+)?(?:{regex.escape(calls.prefix_word)}\s*+)?"
+        pattern = regex.compile(rf"{before}(?:{call}).*", regex.DOTALL)
         return pattern.fullmatch(text, partial=True) is not None
 
     def keeps_special(self, token: str) -> bool:
@@ -139,6 +142,8 @@ class OutputFormat:
 
 DEFAULT_REASONING: Pair = ("<think>", "</think>")
 
+# Texts around calls that need none: <|python_tag|>, <tool_call>, [TOOL_CALLS], or a block of code
+WRAPPER = r"(?:<\|?/?\w{1,40}\|?>|\[/?[A-Z_]{2,40}\]|```\w{0,20})"
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
@@ -258,8 +263,9 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     if calls.undelimited:
         word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
         # No leading \s*: a long run of white space would be searched from each of its positions.
-        start = r"(?:\[\s*+)?\{\s*+\"" if calls.keys else rf"\[\s*+{TOOL_NAME}\("
-        pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{word}(?={start})"
+        # Some models write calls as Python though their template writes JSON, or the reverse.
+        start = rf"(?P<json>(?:\[\s*+)?\{{\s*+\")|(?P<python>\[\s*+{TOOL_NAME}\()"
+        pattern = rf"(?:{WRAPPER}\s*+)?{word}(?={start})"
     elif calls.is_list:
         pattern = before + _flexible_pattern(opens)
         if calls.any_style and calls.call == DEFAULT_TOOL_CALL_FORMAT.call:
@@ -269,6 +275,8 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         optional_id = f"(?:{_flexible_pattern(before_id + id_)})?" if id_ and after_id else ""
         middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
         opening = rf"{_flexible_pattern(opens)}\s*" if opens else ""
+        if opens and calls.arguments.style == "json":
+            middle = rf"(?:{middle}|(?=\{{))"  # some models leave out what stands before JSON
         pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
     opening_call = partial(
@@ -286,6 +294,19 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         delimiters = [opening_call(pattern, only_first=calls.undelimited, trigger=trigger)]
     if closes:
         delimiters.append(_delimiter((CALL,), CONTENT, _flexible_pattern(closes)))
+    first = calls.syntax.pattern.match((calls.section[0] + calls.call[0]).strip())
+    if calls.undelimited:
+        delimiters.append(_delimiter((CONTENT,), CONTENT, WRAPPER, after_call=True))
+    elif first and not (calls.is_list or calls.message_start):
+        # Some models write JSON calls in place of the template's.
+        json_calls = rf"{_flexible_pattern(first[0])}(?=\s*+(?:\[\s*+)?\{{\s*+\")"
+        plain = opening_call(
+            json_calls, make_parser=lambda *_: PlainCallParser("name", "arguments")
+        )
+        delimiters.append(plain)
+        for text in calls.syntax.pattern.findall(calls.call[1] + calls.section[1])[-1:]:
+            closes = regex.escape(text)
+            delimiters.append(_delimiter((CONTENT,), CONTENT, closes, after_call=True))
     return delimiters + _ignored_delimiters(after)
 
 
@@ -333,8 +354,9 @@ def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None
 
 
 def _flexible_pattern(text: str) -> str:
-    """Return a pattern of the text in which white space matches any white space or none, and
-    placeholders match any index or id."""
+    """Return a pattern of the text in which white space matches any white space or none, some may
+    stand around delimiters, and placeholders match any index or id."""
+    text = DELIMITER.sub(r" \g<0> ", text).strip()
     return "".join(
         PLACEHOLDER_PATTERNS.get(part) or (r"\s*" if part.isspace() else regex.escape(part))
         for part in re.split(rf"([{INDEX}{ID}{NAME}]|\s+)", text)

@@ -251,6 +251,9 @@ class OutputParser:
         """Return whether this occurrence is a delimiter, not a mention in the content."""
         if delimiter.known_tool and not match.partial and match["name"] not in self._tools:
             return False
+        if delimiter.after_call:
+            before = self._buffer.text[: match.start()]
+            return self._after_delimiter and self.calls_finished > 0 and not before.strip()
         if delimiter.line_start and self._inside == CONTENT:
             before = self._space.text + self._buffer.text[: match.start()]
             length = len(before.rstrip())

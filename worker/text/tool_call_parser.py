@@ -75,7 +75,7 @@ class Brackets:
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 ARGUMENTS_KEYS = ("arguments", "parameters")  # models confuse them
-WRAPPER_KEY = "function"  # {"type": "function", "function": {"name": …}}
+WRAPPER_KEY = "function"  # {"type": "function", "function": {"name": …}}, or the name itself
 
 
 class JsonCallParser:
@@ -88,7 +88,7 @@ class JsonCallParser:
         self.started = False  # a name is complete
         self.rest = 0  # characters at the end of the last text that follow the calls
         self.may_continue = True  # the text so far may be the beginning of calls
-        self._name_keys = (name_key, "name") if name_key else ()
+        self._name_keys = (name_key, "name", WRAPPER_KEY) if name_key else ()
         self._arguments_keys = (arguments_key, *ARGUMENTS_KEYS) if name_key else ()
         self._fixed_name = name
         self._call_depth = 1  # of a call's members
@@ -103,6 +103,7 @@ class JsonCallParser:
         self._arguments: list[str] = []  # characters not yet returned, perhaps before the name
         self._space: list[str] = []  # white space that may end the arguments
         self._parts: list[ToolCallPart] = []
+        self._text: list[str] = []  # before a name
 
     @property
     def in_string(self) -> bool:
@@ -142,15 +143,19 @@ class JsonCallParser:
                 if char == "}":
                     self._end_call()
         self._flush()
+        self._text += [] if self.started else [text]
         return self._parts
 
     def close(self, cut: bool) -> list[ToolCallPart]:
         """Return the parts that the end of the text completes. `cut`: it ends too early."""
-        self._parts = []
+        self._parts, text = [], "".join(self._text)
         if self._is_held and self._named:
             self._flush(ended=True)
         elif self._fixed_name is not None and not (cut or self._has_arguments):
             self._parts.append(ToolCallPart(None, "{}"))
+        elif not (self.started or cut) and text.lstrip("[" + SPACE).startswith("{"):
+            # some models write Python's quotes
+            self._parts += BufferedCallParser(lambda *_: _read_any_calls(text, {}, cut)).close(cut)
         return self._parts
 
     def _add_member(self, char: str) -> None:
@@ -198,6 +203,13 @@ class JsonCallParser:
         if self._named and self._arguments and ended >= self._is_held:
             self._parts.append(ToolCallPart(None, "".join(self._arguments)))
             self._arguments = []
+
+
+class PlainCallParser(JsonCallParser):
+    """Streams JSON calls whose end is that of their JSON."""
+
+    def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
+        return super().feed(text)
 
 
 class BufferedCallParser:
@@ -279,8 +291,10 @@ def make_call_parser(
     arguments, name = call_format.arguments, groups.get("name")
     if call_format.any_style:
         return BufferedCallParser(lambda text, cut: _read_any_calls(text, tools, cut))
-    if call_format.keys is not None:
-        return JsonCallParser(*call_format.keys)
+    if groups.get("python"):
+        return PythonCallParser(tools)
+    if call_format.keys is not None or groups.get("json"):
+        return JsonCallParser(*(call_format.keys or ("name", "arguments")))
     if arguments.style == "json":
         return JsonCallParser("", "", name)
     if name is None:
@@ -517,12 +531,20 @@ def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
         if rest.startswith("{"):
             return [(head[1], dict(_read_json(rest)))]
         return [(head[1], _read_any_entries(rest, tools[head[1]]))]
-    value = _read_json(text)
-    calls = value if isinstance(value, list) else [value]
+    try:
+        try:
+            values = [_read_json(text)]
+        except ValueError:
+            values = [_read_json(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        values = [read_literal(text)]
+    calls = values[0] if values and isinstance(values[0], list) else values
     try:
         calls = [call[WRAPPER_KEY] if "name" not in call else call for call in calls]
+        if not all(isinstance(call["name"], str) and call["name"] for call in calls):
+            raise TypeError
         return [
-            (str(call["name"]), dict(next(call[key] for key in ARGUMENTS_KEYS if key in call)))
+            (call["name"], dict(next(call[key] for key in ARGUMENTS_KEYS if key in call)))
             for call in calls
         ]
     except (KeyError, TypeError, StopIteration) as error:

@@ -131,7 +131,10 @@ def shows_tools(text: str) -> bool:
 
 # A template's text of calls, and their names and arguments.
 Example = tuple[str, list[tuple[str, Any]]]
-UNKNOWN_CALLS = (DEFAULT_TOOL_CALL_FORMAT.call, ("<|tool_call_start|>", "<|tool_call_end|>"))
+UNKNOWN_CALLS: tuple[Pair, ...] = (
+    DEFAULT_TOOL_CALL_FORMAT.call,
+    *(("<|tool_call_start|>", "<|tool_call_end|>"), ("<|tool_call|>", "<|/tool_call|>")),
+)
 FALLBACK = "JSON in <tool_call> is used"
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan", REASONING_BLOCKS)
@@ -283,7 +286,7 @@ class TemplateProber:
     the template fails with any. `reasoning`: the delimiters around it."""
 
     def __init__(self, render: Render, source: str) -> None:
-        self._render = render
+        self._render, self._source = render, source
         with_tools = render([QUESTION], TOOLS)
         self._tools, self._typed_tools = (TOOLS, TYPED_TOOLS) if with_tools else ([], [])
         self.prompt = with_tools or render([QUESTION])
@@ -365,10 +368,11 @@ class TemplateProber:
 
     def unseen_call_delimiters(self) -> list[Pair]:
         """Return the delimiters of calls that the template does not write: those that a prompt has
-        because of its tools, named as calls, and those named like the ones around results:
-        <|tool_call_start|> like <|tool_response_start|>. Some have no end."""
+        because of its tools, or else the source, named as calls, and those named like the ones
+        around results: <|tool_call_start|> like <|tool_response_start|>. Some have no end."""
         named: dict[str, list[str]] = {}
-        for text in sorted(self.tool_delimiters(), key=self.prompt.index):
+        shown = sorted(self.tool_delimiters(), key=self.prompt.index)
+        for text in shown or dict.fromkeys(DELIMITER.findall(self._source)):
             if "call" in (word := EDGE_WORD.sub("", text).lower()):
                 named.setdefault(word, []).append(text)
         pairs = [(texts[0], (*texts, "")[1]) for texts in named.values() if len(texts) < 3]
@@ -456,14 +460,17 @@ class TemplateProber:
             if header.strip() and header != between.rpartition(start)[2]:
                 return header, ends[0]
         opens, closes = self._last_delimiter(before), self._syntax.pattern.search(between)
+        before_content = self._last_delimiter(self._content_text.partition(CONTENT)[0])
         if opens and closes:
-            if opens != self._last_delimiter(self._content_text.partition(CONTENT)[0]):
+            if opens != before_content:
                 return opens, closes[0]
         elif CONTENT in after and between.strip() and (lead_in := self._lead_in(before)):
             return lead_in, between.strip()
         for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
             if match := OPEN_REASONING.search(self._render([QUESTION], **variables)):
-                return match[1], match[1][0] + "/" + match[1][1:]
+                closing = match[1][0] + "/" + match[1][1:]
+                if match[1] != before_content or closing in source:  # else any message has it
+                    return match[1], closing
         if self._removed[0] or "</think>" not in source:
             return self._removed[0]
         return "<think>", "</think>"
@@ -829,6 +836,7 @@ def split_surroundings(
     before: str, between: str | None, after: str, syntax: DelimiterSyntax
 ) -> tuple[Pair, Pair, str | None]:
     """Split the text before, between and after two calls into section, call and separator."""
+    after = after.rstrip()
     if between is None:
         return ("", ""), (before, after), None
     opens = syntax.common_end(before, between)
