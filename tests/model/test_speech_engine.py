@@ -32,6 +32,14 @@ def payloads(folder: Path, *seconds: float) -> list[TranscriptionInput]:
     ]
 
 
+def added(engine: SpeechEngine[Any], folder: Path, *seconds: float) -> list[SpeechItem[Any]]:
+    """Add recordings of these lengths."""
+    items = [prepared(engine, payload) for payload in payloads(folder, *seconds)]
+    for item in items:
+        engine.add(item)
+    return items
+
+
 def finish(engine: SpeechEngine[Any], items: Sequence[Any]) -> dict[Any, Any]:
     """The deltas of each item, or its error."""
     results: dict[Any, Any] = {item: [] for item in items}
@@ -45,9 +53,7 @@ def finish(engine: SpeechEngine[Any], items: Sequence[Any]) -> dict[Any, Any]:
 
 def test_cancelled_recording_is_dropped_in_the_next_step(tmp_path: Path) -> None:
     engine = new_speech_engine()
-    items = [prepared(engine, payload) for payload in payloads(tmp_path, 40.0, 2.0)]
-    for item in items:
-        engine.add(item)
+    items = added(engine, tmp_path, 40.0, 2.0)
     for _ in range(5):
         engine.step()
     assert len(engine.runner.running) == 2
@@ -63,9 +69,7 @@ def test_rows_are_limited_and_recordings_alternate(
 ) -> None:
     engine = new_speech_engine()
     monkeypatch.setattr(engine.runner, "max_rows", 2)
-    items = [prepared(engine, payload) for payload in payloads(tmp_path, 30.0, 30.0, 2.0)]
-    for item in items:
-        engine.add(item)
+    items = added(engine, tmp_path, 30.0, 30.0, 2.0)
     max_running, finished = 0, []
     while engine.busy:
         outcome = engine.step()
@@ -104,40 +108,13 @@ def test_window_that_raises_fails_its_recording_only(
 
 def test_clear_frees_all_rows(tmp_path: Path) -> None:
     engine = new_speech_engine()
-    items = [prepared(engine, payload) for payload in payloads(tmp_path, 5.0, 2.0)]
-    for item in items:
-        engine.add(item)
+    items = added(engine, tmp_path, 5.0, 2.0)
     for _ in range(4):
         engine.step()
     assert engine.clear() == items
     assert not engine.busy
     assert not engine.runner.running
     engine.warm_up()
-
-
-def test_step_encodes_one_window_or_generates_one_token_of_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = new_speech_engine()
-    runner, calls = engine.runner, list[str]()
-    original_encode, original_step = getattr(runner, "_encode"), runner.step  # noqa: B009
-
-    def encode(windows: Sequence[Any]) -> None:
-        calls.append(f"encode {len(windows)}")
-        original_encode(windows)
-
-    def step(windows: Sequence[Any]) -> None:
-        calls.append("generate")
-        original_step(windows)
-
-    monkeypatch.setattr(runner, "_encode", encode)
-    monkeypatch.setattr(runner, "step", step)
-    for payload in payloads(tmp_path, 5.0, 2.0, 3.0):
-        engine.add(prepared(engine, payload))
-    while engine.busy:
-        calls.clear()
-        engine.step()
-        assert calls in (["encode 1"], ["generate"], [])
 
 
 def test_recordings_are_read_ahead_in_pool_threads_and_dropped_after_use(
@@ -199,19 +176,6 @@ def test_no_step_is_due_while_recordings_are_read(
         if engine.due_at(7.0) is None:
             assert woken.acquire(timeout=60)
         engine.step()
-
-
-def test_a_step_is_due_for_a_recording_that_is_added_while_another_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = new_speech_engine()
-    first, second = (prepared(engine, payload) for payload in payloads(tmp_path, 1.0, 1.0))
-    monkeypatch.setattr(first.prepared.decoder, "next_window", lambda: None)
-    engine.add(first)
-    engine.step()
-    assert engine.due_at(7.0) is None
-    engine.add(second)
-    assert engine.due_at(7.0) == 7.0
 
 
 def test_a_step_is_due_if_a_thread_finishes_while_the_last_one_looks_at_recordings(
