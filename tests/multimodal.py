@@ -155,6 +155,8 @@ def library_inputs(model: str, served: Served) -> Any:
     text = processor.tokenizer.apply_chat_template(
         [*chat.messages], tokenize=False, add_generation_prompt=True
     )
+    if not chat.media:
+        return processor.tokenizer([text], add_special_tokens=False, return_tensors="pt")
     files: dict[MediaKind, list[bytes]] = {
         kind: [file.data for file in chat.media if file.kind == kind]
         for kind in ("image", "audio", "video")

@@ -1,5 +1,6 @@
 """The compiled model and native attention replace the eager ones between steps, if they agree."""
 
+import gc
 import logging
 import re
 import shutil
@@ -54,6 +55,24 @@ def compile_state(runner: PagedRunner) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return runner.compile_state
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_collections_skip_what_compiling_leaves_where_the_process_is_the_servers(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, calls = loaded(), list[tuple[str, str]]()
+    monkeypatch.setattr("worker.model.compiling.compile_model", lambda *_: runner.model)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1000 if is_frozen else 0)
+    for name in ("collect", "freeze"):
+        record = partial(lambda name: calls.append((name, runner.compile_state)), name)
+        monkeypatch.setattr(gc, name, record)
+    runner.compile_state = "running"
+    thread = threading.Thread(target=runner._compile, args=(1,))
+    thread.start()
+    thread.join()
+    assert calls == ([("collect", "running"), ("freeze", "running")] if is_frozen else [])
+    assert str(runner.compile_state) == "done"
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")

@@ -320,6 +320,27 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     assert more[0].ids == served[0].ids
 
 
+def test_a_compiled_model_is_captured_in_a_tenth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, now, captured_at = runner_of(engine("llama", blocks=BLOCKS)), 100.0, list[float]()
+
+    def slow(run: Run) -> tuple[Callable[[], None], Tensor]:
+        nonlocal now
+        captured_at.append(now)
+        now += 0.25
+        return lambda: None, run()
+
+    monkeypatch.setattr(paged_runner, "time", SimpleNamespace(monotonic=lambda: now))
+    runner._compiled_graphs = CudaGraphs(
+        runner.language, runner.model, runner._rows_metadata(), runner._run, slow
+    )
+    while runner._compiled_graphs:
+        runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
+        now += 0.125
+    assert captured_at == [100 + 2.5 * n for n in range(14)]  # of 1 to 512 rows
+
+
 def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

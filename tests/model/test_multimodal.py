@@ -55,9 +55,9 @@ def processed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the threads in which processors read images from now on."""
     threads, process_media = list[str](), Processor.process_media
 
-    def recorded(self: Processor, *args: Any) -> MediaFeatures:
+    def recorded(self: Processor, *args: Any, **named: Any) -> MediaFeatures:
         threads.append(threading.current_thread().name.partition("_")[0])
-        return process_media(self, *args)
+        return process_media(self, *args, **named)
 
     monkeypatch.setattr(Processor, "process_media", recorded)
     return threads

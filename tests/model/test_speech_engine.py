@@ -117,6 +117,31 @@ def test_clear_frees_all_rows(tmp_path: Path) -> None:
     engine.warm_up()
 
 
+def test_step_encodes_one_window_or_generates_one_token_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_speech_engine()
+    runner, calls = engine.runner, list[str]()
+    original_encode, original_step = getattr(runner, "_encode"), runner.step  # noqa: B009
+
+    def encode(windows: Sequence[Any]) -> None:
+        calls.append(f"encode {len(windows)}")
+        original_encode(windows)
+
+    def step(windows: Sequence[Any]) -> None:
+        calls.append("generate")
+        original_step(windows)
+
+    monkeypatch.setattr(runner, "_encode", encode)
+    monkeypatch.setattr(runner, "step", step)
+    for payload in payloads(tmp_path, 5.0, 2.0, 3.0):
+        engine.add(prepared(engine, payload))
+    while engine.busy:
+        calls.clear()
+        engine.step()
+        assert calls in (["encode 1"], ["generate"], [])
+
+
 def test_recordings_are_read_ahead_in_pool_threads_and_dropped_after_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +201,19 @@ def test_no_step_is_due_while_recordings_are_read(
         if engine.due_at(7.0) is None:
             assert woken.acquire(timeout=60)
         engine.step()
+
+
+def test_a_step_is_due_for_a_recording_that_is_added_while_another_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_speech_engine()
+    first, second = (prepared(engine, payload) for payload in payloads(tmp_path, 1.0, 1.0))
+    monkeypatch.setattr(first.prepared.decoder, "next_window", lambda: None)
+    engine.add(first)
+    engine.step()
+    assert engine.due_at(7.0) is None
+    engine.add(second)
+    assert engine.due_at(7.0) == 7.0
 
 
 def test_a_step_is_due_if_a_thread_finishes_while_the_last_one_looks_at_recordings(
