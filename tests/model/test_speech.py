@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
@@ -23,6 +24,7 @@ from tests.transcribing import (
     transcribed,
     transcript,
 )
+from worker.engines.speech.whisper import LogitsRules
 from worker.messages.transcription import TranscriptionInput
 
 
@@ -71,6 +73,24 @@ def test_concurrent_recordings_give_the_tokens_of_generate(tmp_path: Path) -> No
     ]
     for clip, deltas in zip(clips, transcribed(new_speech_engine(), payloads), strict=True):
         assert tokens_of(deltas) == segment_tokens(generated(clip))
+
+
+def test_rules_of_a_row_do_not_depend_on_longer_rows() -> None:
+    model = checkpoint(WHISPER).model
+    rules = LogitsRules(model.generation_config, model.device)
+    first = model.generation_config.no_timestamps_token_id + 1
+    generated = [
+        [first + 3],
+        [first + 3, 5],
+        [first, 5, first + 4],
+        [first, 5, first + 2, first + 2],
+    ]
+    logits = torch.randn(len(generated), model.config.vocab_size)
+    together = rules.logprobs(logits, generated)
+    alone = [
+        rules.logprobs(row[None], [tokens]) for row, tokens in zip(logits, generated, strict=True)
+    ]
+    assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize("language", matrix(["en", "de", "German"], "de"))
