@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 from torch._dynamo.utils import counters
 
+from batching.sequence import MultimodalInputs
 from tests import tiny_multimodal
 from tests.generating import Driver, load, runner_of, serve
 from tests.matrix import matrix
@@ -218,6 +219,13 @@ def test_wrong_steps_on_a_cache_with_images_are_refused() -> None:
     assert not runner.caches_media
     runner.caches_media = True
     assert "logits differ" in runner.language.fallbacks[-1].reason
+
+
+def test_bidirectional_span_is_not_split_between_chunks() -> None:
+    inputs = MultimodalInputs(bidirectional_spans=[(4, 10), (12, 14)])
+    assert [inputs.align_chunk(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
+    assert [inputs.align_chunk(4, count) for count in (1, 6, 9)] == [6, 6, 8]
+    assert inputs.align_chunk(6, 1) == 4
 
 
 @pytest.mark.matrix
