@@ -15,7 +15,7 @@ from tests.causal_families import build
 from tests.generating import ORDINARY, Driver, Request, request
 from tests.tiny import hf
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import cached_engine, load_generator, paged_engine
+from worker.engines.generation.loading import cached_engine, paged_engine
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
@@ -51,9 +51,8 @@ def check_family(kind: str, folder: Path) -> Row:
         raise NotBuilt(first_line(error)) from error
     for part in parts:
         part.save_pretrained(folder)
-    options = GeneratorOptions(str(folder), dtype="float32", device="cpu", kv_cache_gb=0.02)
     try:
-        generator = load_generator(options)
+        generator = generating.load(folder, kv_cache_gb=0.02)
     except LoadingFailed as error:
         return Row("refused", str(error).split(": ", 1)[-1])
     reference = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -2,10 +2,12 @@
 
 import io
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers.video_utils import VideoMetadata
 
 av: Any = pytest.importorskip("av")
 SIDE = 64, 48
@@ -64,3 +66,12 @@ def clip(
         for packet in stream.encode(None):
             file.mux(packet)
     return buffer.getvalue()
+
+
+@cache
+def decoded(video: bytes) -> tuple[np.ndarray, VideoMetadata]:
+    """Return all frames of a clip of 10 frames a second, and their metadata."""
+    with av.open(io.BytesIO(video)) as file:
+        frames = np.stack([each.to_ndarray(format="rgb24") for each in file.decode(video=0)])
+    count, height, width, _ = frames.shape
+    return frames, VideoMetadata(count, 10.0, width, height, count / 10)

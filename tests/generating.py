@@ -8,6 +8,7 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
@@ -28,8 +29,9 @@ from worker.messages.generation import GenerationInput, Sampling, Stopping
 from worker.messages.protocol import Generator, NoOtherModels, Pending, StepReport
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
-from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner, StateSlots
+from worker.model.paging import load_paged_runner
 from worker.text.chat_template.template import ChatTemplate
 
 torch.set_num_threads(1)
@@ -42,12 +44,24 @@ GREEDY = Sampling(temperature=0.0)
 ORDINARY = range(6, 300)  # ids of tokens that are not special
 
 
+def small(model: str | Path, **options: Any) -> GeneratorOptions:
+    """Return options of a tiny model: float32, on the CPU, unless a test chooses others."""
+    usual: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gb": 0.01}
+    return GeneratorOptions(str(model), **{**usual, **options})
+
+
+def load(model: str | Path, **options: Any) -> GenerationEngine:
+    return load_generator(small(model, **options))
+
+
+def load_paged(model: str | Path, **options: Any) -> PagedRunner:
+    chosen = small(model, **options)
+    return load_paged_runner(load_language_model(chosen), chosen)
+
+
 @cache
 def loaded(model: str) -> GenerationEngine:
-    options = GeneratorOptions(
-        str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
-    )
-    generator = load_generator(options)
+    generator = load(tiny_decoders.folder(model))
     assert generator.info.batching == "continuous", generator.info.why
     return generator
 
@@ -268,9 +282,14 @@ def prompts(seed: int, lengths: abc.Sequence[int], count: int = 4) -> list[list[
 
 @cache
 def reference_model(model: str) -> Any:
+    return reference_of(tiny_decoders.folder(model))
+
+
+def reference_of(folder: Path, **options: Any) -> Any:
+    """Return transformers' own model of a folder, whose outputs have no end."""
     auto: Any = AutoModelForCausalLM
     reference = auto.from_pretrained(
-        tiny_decoders.folder(model), dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager", **options
     )
     reference.generation_config.eos_token_id = None
     return reference.eval()

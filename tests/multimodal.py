@@ -1,6 +1,6 @@
-"""Requests with images and recordings for tiny models, with `generate` as their reference."""
+"""Requests with images, recordings and videos for tiny models. The reference is the library's own
+processor and `generate`, called with the whole prompt at once."""
 
-import inspect
 import io
 from collections.abc import Sequence
 from functools import cache
@@ -8,24 +8,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 
 from batching.request_queue import WorkItem
 from tests import tiny_multimodal
-from tests.generating import GREEDY, Request, Served, shares_template
+from tests.generating import GREEDY, Request, Served, load, serve, shares_template
 from worker.device.self_check import CannotRun
 from worker.engines.generation import loading
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Chat, GenerationInput, MediaInput, MediaKind, Stopping
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.language_model import GeneratorOptions
+from worker.model.language_model import GeneratorOptions, auto_class
 from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.multimodal_prompt import MultimodalPrompt
+from worker.vision.processor import load_processor
 
 torch.set_num_threads(1)
 OUTPUT_TOKENS = 8
+SAMPLING_RATE = 16_000
+DEFAULT_FRAMES = {"fps": 2.0}  # of video processors that set neither a rate nor a number
 
 
 @cache
@@ -37,19 +41,35 @@ def png(seed: int, width: int = 64, height: int = 48) -> bytes:
     return file.getvalue()
 
 
+@cache
+def wav(seed: int, seconds: float = 0.9, rate: int = SAMPLING_RATE) -> bytes:
+    """A recording of noise, whose samples are exact in 16 bits."""
+    noise = np.random.default_rng(seed).integers(-9000, 9000, int(seconds * rate), np.int16)
+    file = io.BytesIO()
+    soundfile.write(file, noise, rate, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
 def kind_of(file: bytes) -> MediaKind:
-    return "image" if file.startswith(b"\x89PNG") else "audio"
+    if file.startswith(b"\x89PNG"):
+        return "image"
+    return "video" if file[4:8] == b"ftyp" else "audio"
 
 
-def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> Request:
-    """A message of texts, images and recordings."""
+def request(
+    *parts: str | bytes,
+    max_tokens: int = OUTPUT_TOKENS,
+    limits: tuple[tuple[str, float], ...] = (),
+    **fields: Any,
+) -> Request:
+    """A message of texts, images, recordings and videos. `limits`: of the media."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
         for part in parts
     ]
     files = [part for part in parts if isinstance(part, bytes)]
     at = "messages[0].content"
-    media = tuple(MediaInput(file, "auto", at, kind=kind_of(file)) for file in files)
+    media = tuple(MediaInput(file, "auto", at, limits=limits, kind=kind_of(file)) for file in files)
     chat = Chat(({"role": "user", "content": content},), media=media)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
@@ -57,10 +77,7 @@ def request(*parts: str | bytes, max_tokens: int = OUTPUT_TOKENS, **fields: Any)
 
 @cache
 def loaded(model: str) -> GenerationEngine:
-    options = GeneratorOptions(
-        str(tiny_multimodal.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
-    )
-    return load_generator(options)
+    return load(tiny_multimodal.folder(model))
 
 
 @shares_template
@@ -96,48 +113,131 @@ def in_small_chunks(generator: GenerationEngine, tokens: int) -> GenerationEngin
     return generator
 
 
-@cache
-def reference_model(model: str) -> Any:
-    auto: Any = tiny_multimodal.hf.AutoModelForImageTextToText
-    reference = auto.from_pretrained(
-        tiny_multimodal.folder(model), dtype=torch.float32, attn_implementation="eager"
-    )
-    reference.generation_config.eos_token_id = None
-    return reference.eval()
-
-
-def forward_inputs(model: str, served: Served) -> dict[str, torch.Tensor]:
-    """The arguments of the model's forward for the same prompt and images."""
-    prompt = served.item.prepared[0].prepared.multimodal
+def max_recordings(model: str) -> int | None:
+    """Return how many recordings the processor takes in a prompt; None: any number, or none."""
     preprocessor = loaded(model).input_processor.media_preprocessor
-    ids = torch.tensor([list(served.prompt)])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if isinstance(prompt, MultimodalPrompt) and preprocessor:
-        output = prompt.recompute().result()
-        inputs |= {**output.inputs, **output.media_inputs()}
-    names = inspect.signature(reference_model(model).forward).parameters
-    return {name: tensor for name, tensor in inputs.items() if name in names}
+    assert preprocessor
+    modality = preprocessor.processor.modalities.get("audio")
+    return modality.max_items if modality else None
 
 
-def generated(model: str, served: Served, count: int = OUTPUT_TOKENS) -> list[int]:
-    """The output tokens of transformers' `generate`."""
-    output = reference_model(model).generate(
-        **forward_inputs(model, served), do_sample=False, max_new_tokens=count, pad_token_id=2
+def prompt_of(served: Served) -> MultimodalPrompt:
+    prompt = served.item.prepared[0].prepared.multimodal
+    assert isinstance(prompt, MultimodalPrompt)
+    return prompt
+
+
+# ── the reference: transformers ──
+
+
+@cache
+def library(model: str) -> tuple[Any, Any]:
+    """The library's own model and processor."""
+    path = tiny_multimodal.folder(model)
+    config: Any = tiny_multimodal.hf.AutoConfig.from_pretrained(path)
+    network = auto_class(config).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
     )
-    return [int(token) for token in output[0, len(served.prompt) :]]
+    network.generation_config.eos_token_id = None
+    return network.eval(), load_processor(str(path))
+
+
+def samples(file: bytes) -> np.ndarray:
+    decoded: np.ndarray = soundfile.read(io.BytesIO(file), dtype="float32")[0]
+    return decoded
+
+
+def library_inputs(model: str, served: Served) -> Any:
+    """What the library's processor makes of a request's conversation."""
+    processor = library(model)[1]
+    chat = served.item.payload.prompt
+    assert isinstance(chat, Chat)
+    text = processor.tokenizer.apply_chat_template(
+        [*chat.messages], tokenize=False, add_generation_prompt=True
+    )
+    if not chat.media:
+        return processor.tokenizer([text], add_special_tokens=False, return_tensors="pt")
+    files: dict[MediaKind, list[bytes]] = {
+        kind: [file.data for file in chat.media if file.kind == kind]
+        for kind in ("image", "audio", "video")
+    }
+    media: dict[str, Any] = {}
+    if files["image"]:
+        media["images"] = [Image.open(io.BytesIO(file)) for file in files["image"]]
+    if files["audio"]:
+        media["audio"] = list(map(samples, files["audio"]))
+        media["audio_kwargs"] = {"sampling_rate": SAMPLING_RATE}
+    if files["video"]:
+        media |= video_arguments(processor.video_processor, files["video"], chat.media[0].limits)
+    return processor(
+        text=[text], text_kwargs={"add_special_tokens": False}, return_tensors="pt", **media
+    )
+
+
+def video_arguments(processor: Any, files: list[bytes], limits: Any) -> dict[str, Any]:
+    from tests.clips import decoded
+
+    options = {"fps": None, **dict(limits)} if limits else {}
+    if not options and processor.fps is None and processor.num_frames is None:
+        options = DEFAULT_FRAMES
+    frames, metadata = zip(*map(decoded, files), strict=True)
+    return {
+        "videos": [*frames], "video_metadata": [*metadata], "do_sample_frames": True, **options,
+    }  # fmt: skip
+
+
+def assert_generated(model: str, served: Sequence[Served]) -> None:
+    """Compare prompts and outputs with those of the library."""
+    for request in served:
+        assert request.choices
+        inputs, ids = library_inputs(model, request), list(request.prompt)
+        assert inputs["input_ids"][0].tolist() == ids
+        output = library(model)[0].generate(
+            **inputs, do_sample=False, max_new_tokens=max(map(len, request.ids)), pad_token_id=2
+        )
+        expected = output[0, len(ids) :].tolist()
+        assert request.ids == [expected[: len(tokens)] for tokens in request.ids]
 
 
 @torch.inference_mode()
 def scored(model: str, served: Served) -> list[float]:
     """The log-probabilities of the prompt's tokens but the first; -inf for tokens that the model
     has no logit for."""
-    logits = reference_model(model)(**forward_inputs(model, served)).logits
+    logits = library(model)[0](**library_inputs(model, served)).logits
     rows = zip(logits[0, :-1].log_softmax(-1).tolist(), served.prompt[1:], strict=True)
     return [row[target] if target < len(row) else float("-inf") for row, target in rows]
 
 
-def assert_generated(model: str, served: Sequence[Served]) -> None:
-    for request in served:
-        assert request.choices
-        expected = generated(model, request, max(map(len, request.ids)))
-        assert request.ids == [expected[: len(ids)] for ids in request.ids]
+# ── promises to every medium ──
+
+
+def assert_same_beside_others(model: str, items: Sequence[Request], tokens: int | None) -> None:
+    """Serve requests that arrive at random times, whole or with so many tokens a step."""
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    served, driver = serve(generator, items, seed=1)
+    assert_generated(model, served)
+    assert bool(driver.partial) == bool(tokens)
+
+
+def assert_prefixes_are_of_equal_media(model: str, one: bytes, other: bytes) -> None:
+    """The prefix cache ends where another medium starts, and goes beyond the same one."""
+    generator, cached = engine(model), list[int]()
+    for file, more in ((one, ""), (other, ""), (one, " And more?"), (other, " And more?")):
+        item = request("What are these, and what are they for? ", file, " Tell me it all!" + more)
+        [served], _ = serve(generator, [item])
+        assert_generated(model, [served])
+        cached.append(served.deltas[0].cached_tokens)
+    spans = prompt_of(served).spans
+    start, end = (at // BLOCK * BLOCK for at in (spans[0][0], spans[-1][1]))
+    assert cached[0] == 0 < cached[1] == start
+    assert end <= min(cached[2:])
+
+
+def assert_preempted_continue(model: str, files: Sequence[bytes], blocks: int) -> None:
+    """`blocks`: too few for all requests."""
+    items = [request("One ", file, "or two", max_tokens=40 + n) for n, file in enumerate(files)]
+    served, driver = serve(engine(model, blocks), items)
+    assert driver.total("preempted")
+    assert_generated(model, served)

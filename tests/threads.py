@@ -1,6 +1,7 @@
-"""The number of torch's compute threads for a part of a test."""
+"""Functions that run at the same time, and the number of torch's compute threads."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,3 +15,12 @@ def compute_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def run_together(*functions: Callable[[], object]) -> None:
+    """Run each function in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

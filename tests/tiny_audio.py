@@ -45,53 +45,73 @@ def mels(**more: Any) -> Any:
     return hf.WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS, **more)
 
 
-def qwen2_audio() -> list[Any]:
-    names = "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"
-    tokenizer = new_tokenizer(*names, audio=f"{names[1]}{names[0]}{names[2]}")
-    config = hf.Qwen2AudioConfig(
-        audio_config=WHISPER,
-        text_config=text(tokenizer, "Qwen2Config").to_dict(),
-        audio_token_index=tokenizer.convert_tokens_to_ids(names[0]),
+def assembled(family: str, config: Any, tokenizer: Any, *parts: Any, **more: Any) -> list[Any]:
+    """Return a model, and its processor of these parts."""
+    model = with_random_vectors(getattr(hf, f"{family}ForConditionalGeneration")(config))
+    processor = getattr(hf, f"{family}Processor")
+    return [model, processor(*parts, chat_template=tokenizer.chat_template, **more)]
+
+
+def listening(
+    family: str,
+    token: str,
+    decoder: str,
+    audio: dict[str, Any],
+    extractor: Any,
+    *,
+    around: tuple[str, ...] = (),
+    id_setting: str = "audio_token_id",
+    processor: dict[str, Any] | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """A model that takes sound alone. `around`: the tokens before and behind a recording's."""
+    before, behind = around or ("", "")
+    tokenizer = new_tokenizer(token, *around, audio=before + token + behind)
+    config = getattr(hf, f"{family}Config")(
+        audio_config=audio,
+        text_config=text(tokenizer, decoder).to_dict(),
+        **{id_setting: tokenizer.convert_tokens_to_ids(token)},
+        **settings,
     )
-    model = with_random_vectors(hf.Qwen2AudioForConditionalGeneration(config))
-    return [model, hf.Qwen2AudioProcessor(mels(), tokenizer, chat_template=tokenizer.chat_template)]
+    return assembled(family, config, tokenizer, extractor, tokenizer, **(processor or {}))
+
+
+def named(tokenizer: Any, names: dict[str, str]) -> Any:
+    """Give a tokenizer the names by which a processor reads tokens."""
+    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
+    tokenizer._set_model_specific_special_tokens(names)
+    return tokenizer
+
+
+def qwen2_audio() -> list[Any]:
+    around = "<|audio_bos|>", "<|audio_eos|>"
+    return listening(
+        "Qwen2Audio", "<|AUDIO|>", "Qwen2Config", WHISPER, mels(), around=around,
+        id_setting="audio_token_index",
+    )  # fmt: skip
 
 
 def flamingo(family: str, **more: Any) -> list[Any]:
     names = "<sound>", "<|sound_bos|>", "<|sound_eos|>"
     tokenizer = new_tokenizer(*names, audio=names[0])
     sound, bos, eos = tokenizer.convert_tokens_to_ids([*names])
-    encoder = {
-        **SMALL, "num_mel_bins": MELS, "max_source_positions": 50 * SECONDS,
-        "model_type": "audioflamingo3_encoder",
-    }  # fmt: skip
     config = getattr(hf, f"{family}Config")(
-        audio_config=encoder,
+        audio_config={
+            **SMALL, "num_mel_bins": MELS, "max_source_positions": 50 * SECONDS,
+            "model_type": "audioflamingo3_encoder",
+        },
         text_config=text(tokenizer, "Qwen2Config").to_dict(),
         audio_token_id=sound,
         **more,
         **({"audio_bos_token_id": bos, "audio_eos_token_id": eos} if more else {}),
-    )
-    model = with_random_vectors(getattr(hf, f"{family}ForConditionalGeneration")(config))
-    template = tokenizer.chat_template
-    kind = getattr(hf, f"{family}Processor")
-    return [model, kind(mels(), tokenizer, chat_template=template)]
+    )  # fmt: skip
+    return assembled(family, config, tokenizer, mels(), tokenizer)
 
 
 def glmasr() -> list[Any]:
-    tokenizer = new_tokenizer("<|audio|>", audio="<|audio|>")
-    config = hf.GlmAsrConfig(
-        audio_config={
-            **SMALL, "num_mel_bins": MELS, "max_position_embeddings": 50 * SECONDS,
-        },
-        text_config=text(tokenizer, "LlamaConfig").to_dict(),
-        audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
-    )  # fmt: skip
-    model = with_random_vectors(hf.GlmAsrForConditionalGeneration(config))
-    processor = hf.GlmAsrProcessor(
-        mels(), tokenizer, chat_template=tokenizer.chat_template, audio_token="<|audio|>"
-    )
-    return [model, processor]
+    encoder = {**SMALL, "num_mel_bins": MELS, "max_position_embeddings": 50 * SECONDS}
+    token = {"audio_token": "<|audio|>"}
+    return listening("GlmAsr", "<|audio|>", "LlamaConfig", encoder, mels(), processor=token)
 
 
 def granite_speech() -> list[Any]:
@@ -110,11 +130,8 @@ def granite_speech() -> list[Any]:
         audio_token_index=tokenizer.convert_tokens_to_ids("<|audio|>"),
         has_lora_adapter=False,
     )  # fmt: skip
-    model = with_random_vectors(hf.GraniteSpeechForConditionalGeneration(config))
-    processor = hf.GraniteSpeechProcessor(
-        hf.GraniteSpeechFeatureExtractor(), tokenizer, chat_template=tokenizer.chat_template
-    )
-    return [model, processor]
+    extractor = hf.GraniteSpeechFeatureExtractor()
+    return assembled("GraniteSpeech", config, tokenizer, extractor, tokenizer)
 
 
 def gemma4() -> list[Any]:
@@ -131,24 +148,21 @@ def gemma4() -> list[Any]:
 
 
 def qwen3_asr() -> list[Any]:
-    names = "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"
-    tokenizer = new_tokenizer(*names, audio=f"{names[1]}{names[0]}{names[2]}")
-    named = dict(zip(("audio_token", "audio_bos_token", "audio_eos_token"), names, strict=True))
-    tokenizer.init_kwargs |= {**named, "extra_special_tokens": named}
-    for name, token in named.items():
-        setattr(tokenizer, name, token)
+    names = {
+        "audio_token": "<|audio_pad|>", "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+    }  # fmt: skip
+    token, before, behind = names.values()
+    tokenizer = named(new_tokenizer(*names.values(), audio=before + token + behind, **names), names)
     config = hf.Qwen3ASRConfig(
         audio_config={
             **WHISPER, "num_mel_bins": 128, "downsample_hidden_size": 8, "output_dim": 32,
         },
         text_config=text(tokenizer, "Qwen3Config").to_dict(),
-        audio_token_id=tokenizer.convert_tokens_to_ids(names[0]),
+        audio_token_id=tokenizer.convert_tokens_to_ids(token),
         **{"eos_token_id": 1, "pad_token_id": 2},
     )  # fmt: skip
-    model = with_random_vectors(hf.Qwen3ASRForConditionalGeneration(config))
-    extractor = hf.Qwen3ASRFeatureExtractor()
-    processor = hf.Qwen3ASRProcessor(extractor, tokenizer, chat_template=tokenizer.chat_template)
-    return [model, processor]
+    return assembled("Qwen3ASR", config, tokenizer, hf.Qwen3ASRFeatureExtractor(), tokenizer)
 
 
 def omni_thinker(
@@ -202,39 +216,26 @@ def qwen3_omni_moe_thinker() -> list[Any]:
 
 def moss_transcribe_diarize() -> list[Any]:
     """Its processor writes the seconds between the placeholders of a recording."""
-    names = "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"
-    tokenizer = new_tokenizer(*names, audio=f"{names[1]}{names[0]}{names[2]}")
-    config = hf.MossTranscribeDiarizeConfig(
-        audio_config={**SMALL, "num_mel_bins": MELS, "max_source_positions": 50 * SECONDS},
-        text_config=text(tokenizer, "Qwen3Config").to_dict(),
-        audio_token_id=tokenizer.convert_tokens_to_ids(names[0]),
-        audio_chunk_size=RATE * SECONDS,
-    )
-    model = with_random_vectors(hf.MossTranscribeDiarizeForConditionalGeneration(config))
+    family = "MossTranscribeDiarize"
+    encoder = {**SMALL, "num_mel_bins": MELS, "max_source_positions": 50 * SECONDS}
     extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=MELS, chunk_length=SECONDS)
-    processor = hf.MossTranscribeDiarizeProcessor(
-        extractor, tokenizer, chat_template=tokenizer.chat_template, time_marker_every_seconds=1
-    )
-    return [model, processor]
+    around, times = ("<|audio_start|>", "<|audio_end|>"), {"time_marker_every_seconds": 1}
+    return listening(
+        family, "<|audio_pad|>", "Qwen3Config", encoder, extractor, around=around,
+        processor=times, audio_chunk_size=RATE * SECONDS,
+    )  # fmt: skip
 
 
 def omniasr() -> list[Any]:
-    tokenizer = new_tokenizer("<extra_id_1>", audio="<extra_id_1>")
     convolutions = {"conv_kernel": [10, 3, 3], "conv_stride": [10, 8, 8]}
-    config = hf.OmniASRConfig(
-        audio_config={
-            **SMALL, **convolutions, "conv_dim": [16, 16, 16], "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0,
-        },
-        text_config=text(tokenizer, "LlamaConfig").to_dict(),
-        audio_token_id=tokenizer.convert_tokens_to_ids("<extra_id_1>"),
-        initializer_range=0.5,
-        **IDS,
+    encoder = {
+        **SMALL, **convolutions, "conv_dim": [16, 16, 16], "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0,
+    }  # fmt: skip
+    return listening(
+        "OmniASR", "<extra_id_1>", "LlamaConfig", encoder, hf.OmniASRFeatureExtractor(),
+        processor=convolutions, initializer_range=0.5, **IDS,
     )  # fmt: skip
-    model = with_random_vectors(hf.OmniASRForConditionalGeneration(config))
-    extractor, template = hf.OmniASRFeatureExtractor(), tokenizer.chat_template
-    processor = hf.OmniASRProcessor(extractor, tokenizer, chat_template=template, **convolutions)
-    return [model, processor]
 
 
 HYBRID = ["linear_attention", "moe", "full_attention"]
@@ -256,34 +257,19 @@ def nemo_speechlm() -> list[Any]:
         word_timestamp_config={**SMALL, "vocab_size": 20, "blank_token_id": 19},
         audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
     )  # fmt: skip
-    model = with_random_vectors(hf.Nemotron3_5TranscribeForConditionalGeneration(config))
-    extractor, template = (
-        hf.NemotronAsrStreamingFeatureExtractor(feature_size=MELS),
-        tokenizer.chat_template,
-    )
-    processor = hf.Nemotron3_5TranscribeProcessor(
-        extractor, tokenizer, llama_tokenizer(), chat_template=template
-    )
-    return [model, processor]
+    extractor = hf.NemotronAsrStreamingFeatureExtractor(feature_size=MELS)
+    parts = extractor, tokenizer, llama_tokenizer()
+    return assembled("Nemotron3_5Transcribe", config, tokenizer, *parts)
 
 
 def fun_asr_nano() -> list[Any]:
     pytest.importorskip("torchaudio")
-    token = "<|object_ref_start|>"
-    tokenizer = new_tokenizer(token, audio=token)
     layers = {"num_hidden_layers": 4, "num_timestamp_prediction_layers": 1}
-    config = hf.FunAsrNanoConfig(
-        audio_config={**SMALL, "num_mel_bins": MELS, **layers},
+    return listening(
+        "FunAsrNano", "<|object_ref_start|>", "Qwen3Config",
+        {**SMALL, "num_mel_bins": MELS, **layers}, hf.FunAsrNanoFeatureExtractor(feature_size=MELS),
         adaptor_config={**SMALL, "intermediate_size": 8, "projector_hidden_size": 32},
-        text_config=text(tokenizer, "Qwen3Config").to_dict(),
-        audio_token_id=tokenizer.convert_tokens_to_ids(token),
-    )
-    model = with_random_vectors(hf.FunAsrNanoForConditionalGeneration(config))
-    extractor, template = (
-        hf.FunAsrNanoFeatureExtractor(feature_size=MELS),
-        tokenizer.chat_template,
-    )
-    return [model, hf.FunAsrNanoProcessor(extractor, tokenizer, chat_template=template)]
+    )  # fmt: skip
 
 
 def granite_speech_plus() -> list[Any]:
@@ -322,14 +308,9 @@ def inkling() -> list[Any]:
         },
         **ids,
     )  # fmt: skip
-    model = with_random_vectors(hf.InklingForConditionalGeneration(config))
-    processor = hf.InklingProcessor(
-        hf.InklingFeatureExtractor(feature_size=8),
-        hf.InklingImageProcessor(size={"height": PATCH, "width": PATCH}),
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-    return [model, processor]
+    extractor = hf.InklingFeatureExtractor(feature_size=8)
+    images = hf.InklingImageProcessor(size={"height": PATCH, "width": PATCH})
+    return assembled("Inkling", config, tokenizer, extractor, images, tokenizer)
 
 
 def apertus1p5() -> list[Any]:
@@ -340,8 +321,7 @@ def apertus1p5() -> list[Any]:
         "boa_token": "<boa>", "eoa_token": "<eoa>",
     }  # fmt: skip
     tokenizer = new_tokenizer(*names.values(), audio="<|audio|>", image="<|image|>")
-    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
-    tokenizer._set_model_specific_special_tokens(names)
+    tokenizer = named(tokenizer, names)
     count, codes = len(tokenizer), 64
     config = hf.Apertus1p5Config(
         text_config=text(
@@ -362,22 +342,16 @@ def apertus1p5() -> list[Any]:
         audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
         image_token_offset=count, audio_token_offset=count + codes,
     )  # fmt: skip
-    model = with_random_vectors(hf.Apertus1p5ForConditionalGeneration(config))
     sizes = {"min_pixels": 16 * 16, "max_pixels": 32 * 32}
-    processor = hf.Apertus1p5Processor(
-        hf.Apertus1p5ImageProcessor(size=sizes, spatial_factor=2),
-        hf.WavTokenizerFeatureExtractor(sampling_rate=RATE),
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-    return [model, processor]
+    images = hf.Apertus1p5ImageProcessor(size=sizes, spatial_factor=2)
+    extractor = hf.WavTokenizerFeatureExtractor(sampling_rate=RATE)
+    return assembled("Apertus1p5", config, tokenizer, images, extractor, tokenizer)
 
 
 def phi4_multimodal() -> list[Any]:
     names = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
     tokenizer = new_tokenizer(*names.values(), audio="<|audio|>", image="<|image|>")
-    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
-    tokenizer._set_model_specific_special_tokens(names)
+    tokenizer = named(tokenizer, names)
     image, audio = tokenizer.convert_tokens_to_ids([*names.values()])
     config = hf.Phi4MultimodalConfig(
         **SMALL, **IDS, num_key_value_heads=2, vocab_size=len(tokenizer),
@@ -404,8 +378,7 @@ def gemma4_unified() -> list[Any]:
     model, _, tokenizer, _ = tiny_multimodal.gemma4()
     part = "{% if part.type == 'audio' %}<|audio|>{% elif part.type == 'image' %}"
     tokenizer.chat_template = tokenizer.chat_template.replace("{% if part.type == 'image' %}", part)
-    names = tokenizer.init_kwargs["extra_special_tokens"]
-    tokenizer._set_model_specific_special_tokens(names)
+    tokenizer._set_model_specific_special_tokens(tokenizer.init_kwargs["extra_special_tokens"])
     kinds = ("boi", "image", "eoi", "boa", "audio", "video")
     config = hf.Gemma4UnifiedConfig(
         text_config=text(tokenizer, "Gemma4UnifiedTextConfig", head_dim=8).to_dict(),
@@ -417,15 +390,10 @@ def gemma4_unified() -> list[Any]:
         tie_word_embeddings=False,
         **{f"{kind}_token_id": getattr(model.config, f"{kind}_token_id") for kind in kinds},
     )  # fmt: skip
-    model = with_random_vectors(hf.Gemma4UnifiedForConditionalGeneration(config))
-    processor = hf.Gemma4UnifiedProcessor(
-        hf.Gemma4UnifiedAudioFeatureExtractor(),
-        hf.Gemma4UnifiedImageProcessor(patch_size=4, max_soft_tokens=70),
-        tokenizer,
-        hf.Gemma4UnifiedVideoProcessor(patch_size=4),
-        chat_template=tokenizer.chat_template,
-    )
-    return [model, processor]
+    extractor = hf.Gemma4UnifiedAudioFeatureExtractor()
+    images = hf.Gemma4UnifiedImageProcessor(patch_size=4, max_soft_tokens=70)
+    parts = extractor, images, tokenizer, hf.Gemma4UnifiedVideoProcessor(patch_size=4)
+    return assembled("Gemma4Unified", config, tokenizer, *parts)
 
 
 def gemma3n() -> list[Any]:
@@ -438,9 +406,7 @@ def gemma3n() -> list[Any]:
         "audio_token": "<audio_soft_token>", "eoa_token": "<end_of_audio>",
     }  # fmt: skip
     audio, image = names["audio_token"], names["image_token"]
-    tokenizer = new_tokenizer(*names.values(), audio=audio, image=image)
-    tokenizer.init_kwargs |= {**names, "extra_special_tokens": names}
-    tokenizer._set_model_specific_special_tokens(names)
+    tokenizer = named(new_tokenizer(*names.values(), audio=audio, image=image), names)
     count, embeddings, tokens = len(tokenizer), 16, {"audio": 40, "image": 4}
     config = hf.Gemma3nConfig(
         text_config=text(
@@ -462,15 +428,10 @@ def gemma3n() -> list[Any]:
         audio_soft_tokens_per_image=tokens["audio"], vision_soft_tokens_per_image=tokens["image"],
         **{f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
     )  # fmt: skip
-    model = with_random_vectors(hf.Gemma3nForConditionalGeneration(config))
-    processor = hf.Gemma3nProcessor(
-        hf.Gemma3nAudioFeatureExtractor(),
-        hf.SiglipImageProcessor(size={"height": 64, "width": 64}),
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-        **{f"{kind}_seq_length": number for kind, number in tokens.items()},
-    )
-    return [model, processor]
+    images = hf.SiglipImageProcessor(size={"height": 64, "width": 64})
+    parts = hf.Gemma3nAudioFeatureExtractor(), images, tokenizer
+    lengths = {f"{kind}_seq_length": number for kind, number in tokens.items()}
+    return assembled("Gemma3n", config, tokenizer, *parts, **lengths)
 
 
 def nemotron_h_omni() -> list[Any]:
@@ -529,15 +490,10 @@ def muse_spark() -> list[Any]:
         image_token_id=image, video_token_id=video, audio_token_id=audio,
         out_hidden_size=4 * 32, projector_hidden_size=32,
     )  # fmt: skip
-    model = with_random_vectors(hf.MuseSparkForConditionalGeneration(config))
-    processor = hf.MuseSparkProcessor(
-        hf.MuseGlimmerImageProcessor(patch_size=PATCH, merge_size=2),
-        hf.MuseGlimmerVideoProcessor(patch_size=PATCH, merge_size=2),
-        tokenizer,
-        hf.MuseSparkFeatureExtractor(sampling_rate=RATE),
-        chat_template=tokenizer.chat_template,
-    )
-    return [model, processor]
+    images = hf.MuseGlimmerImageProcessor(patch_size=PATCH, merge_size=2)
+    videos = hf.MuseGlimmerVideoProcessor(patch_size=PATCH, merge_size=2)
+    parts = images, videos, tokenizer, hf.MuseSparkFeatureExtractor(sampling_rate=RATE)
+    return assembled("MuseSpark", config, tokenizer, *parts)
 
 
 BUILDERS: dict[str, Callable[[], list[Any]]] = {

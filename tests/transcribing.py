@@ -95,3 +95,9 @@ def transcribed(
 
 def tokens_of(deltas: Sequence[TranscriptDelta]) -> list[int]:
     return [token for delta in deltas if delta.segment for token in delta.segment.tokens]
+
+
+def transcript(path: str, **options: Any) -> list[TranscriptDelta]:
+    """The deltas of a recording alone, from a new engine of Whisper."""
+    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(path, **options)])
+    return deltas

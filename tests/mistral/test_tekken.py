@@ -8,19 +8,16 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from batching.request_queue import WorkItem
 from tests import sdk
-from tests.generating import GREEDY, serve
+from tests.generating import GREEDY, generate, load, reference_of, serve
 from tests.sdk import Sdk
 from tests.tiny import hf
 from tests.tiny_tekken import IDS, text_folder
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
 from worker.engines.pipeline.loading import PipelineOptions, load_checked_pipeline
 from worker.messages.generation import Chat, GenerationInput, Stopping
-from worker.model.language_model import GeneratorOptions
 
 VERSIONS = ["v3", "v7", "v11", "v13"]
 WEATHER = {
@@ -59,10 +56,7 @@ CONVERSATIONS: dict[str, tuple[list[Any], list[Any]]] = {
 
 @cache
 def loaded(version: str) -> GenerationEngine:
-    folder = str(text_folder(version))
-    generator = load_generator(
-        GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=0.01)
-    )
+    generator = load(text_folder(version))
     assert generator.info.batching == "continuous", generator.info.why
     return generator
 
@@ -85,13 +79,7 @@ def ids_of(version: str, messages: Sequence[Any], tools: Sequence[Any] = ()) -> 
 
 
 def output_of(version: str, prompt: list[int], count: int) -> list[int]:
-    auto: Any = hf.AutoModelForCausalLM
-    network = auto.from_pretrained(text_folder(version), dtype=torch.float32).eval()
-    network.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
-    output = network.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=11)
-    generated: list[int] = output[0, len(prompt) :].tolist()
-    return generated
+    return generate(reference_of(text_folder(version)), [prompt], count)[0]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

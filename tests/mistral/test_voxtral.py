@@ -16,12 +16,12 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import sdk, tiny_audio
 from tests.generating import GREEDY, Served, serve
-from tests.model.test_audio_chats import ONE, OTHER, SHORT, samples, wav
-from tests.multimodal import engine, in_small_chunks, loaded, request, unpaged
+from tests.multimodal import engine, in_small_chunks, loaded, request, samples, unpaged, wav
 from tests.sdk import Sdk
 from worker.messages.generation import GenerationInput, MediaInput, Stopping
 
 MODEL = "voxtral"
+ONE, OTHER, SHORT = wav(0), wav(1, 1.4), wav(2, 0.4)
 LONG = wav(5, 31.0)  # two windows
 
 

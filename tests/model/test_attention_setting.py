@@ -16,14 +16,16 @@ OWN = "use their own function, not"
 BACKENDS = ("flash_attn", "flash_attn_interface", "kernels")
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager", "flex_attention"])
 def test_the_log_names_a_backend_that_is_replaced(
     attention: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The checks do not compile flex_attention."""
     with caplog.at_level(logging.INFO, "onequeue"):
-        load_generator(
+        engine = load_generator(
             GeneratorOptions("demo", device="cpu", attention=attention, kv_cache_gb=0.01)
         )
+        assert engine.info.batching == "continuous"
         load_runner(
             PipelineOptions("demo", "cpu", attention=attention, task="fill-mask", compile="off"), 32
         )
@@ -78,13 +80,3 @@ def test_each_model_has_its_own_backend() -> None:
         "eager",
         "org/k@v1:f",
     ]
-
-
-def test_flex_attention_is_replaced_on_the_paged_cache(caplog: pytest.LogCaptureFixture) -> None:
-    """The checks do not compile it."""
-    with caplog.at_level(logging.INFO, "onequeue"):
-        engine = load_generator(
-            GeneratorOptions("demo", device="cpu", attention="flex_attention", kv_cache_gb=0.01)
-        )
-    assert engine.info.batching == "continuous"
-    assert f"steps on the paged cache {OWN} flex_attention" in caplog.text

@@ -21,6 +21,7 @@ from tests.generating import (
     Driver,
     Served,
     engine,
+    load_paged,
     request,
     runner_of,
     serve,
@@ -38,9 +39,8 @@ from worker.engines.generation.loading import paged_engine
 from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.messages.adapters import Adapter
 from worker.messages.generation import Sampling
-from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import load_paged_runner
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -67,15 +67,9 @@ def folder(kind: str = "llama") -> Path:
 def paged_runner(source: str, dtype: str, quantization: str = "none") -> PagedRunner:
     """Load a model of `folder`, or of the builders if there is one of that name."""
     is_built = source != "llama" and source in tiny_decoders.BUILDERS
-    options = GeneratorOptions(
-        str(tiny_decoders.folder(source) if is_built else folder(source)),
-        dtype=dtype,
-        device="cpu",
-        kv_cache_gb=0.02,
-        quantization=quantization,
-        compile="on",  # which builds the native operations
-    )
-    return load_paged_runner(load_language_model(options), options)
+    path = tiny_decoders.folder(source) if is_built else folder(source)
+    # compiling builds the native operations
+    return load_paged(path, dtype=dtype, kv_cache_gb=0.02, quantization=quantization, compile="on")
 
 
 @cache
@@ -321,11 +315,9 @@ def steps_by_form(
 ) -> dict[str, list[Step]]:
     """Serve a request, with native operations from the first or a later step on, and then an equal
     one beside it. Return the steps of each form."""
-    options = GeneratorOptions(
-        str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01, speculation="off"
-    )
-    runner = load_paged_runner(load_language_model(options), options)
+    runner = load_paged(folder(), speculation="off")
     runner.compile_state = "running"
+    options = GeneratorOptions("", speculation="off")
     driver, steps = Driver(paged_engine(runner, options)), defaultdict[str, list[Step]](list)
     forward, multiply, products = runner.forward, PackedLinear.onednn_product, list[None]()
 

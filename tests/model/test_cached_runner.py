@@ -3,12 +3,10 @@
 import copy
 import itertools
 import logging
-import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 
 from batching import step_times
 from batching.errors import ItemFailed, OutOfMemory
-from batching.step_times import MAX_TURN_S, PrefillBudget
+from batching.step_times import MAX_TURN_S
 from tests import generating, tiny_decoders
 from tests.fakes import BusyModels
 from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
@@ -27,7 +25,7 @@ from tests.tiny_decoders import decoder
 from worker.backends.cached_runner import CachedRunner, CacheGroup, CacheSlot, _tensor_bytes
 from worker.backends.cpu.linear_layers import PackedLinear
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import cached_engine, load_generator
+from worker.engines.generation.loading import cached_engine
 from worker.messages.generation import Sampling
 from worker.model.language_model import GeneratorOptions, LanguageModel
 
@@ -199,18 +197,6 @@ def test_a_new_request_starts_at_once() -> None:
         assert response.ids == [oracle("bloom", prompt, 40)]
 
 
-def test_prompts_of_equal_length_share_a_forward() -> None:
-    driver = Driver(new_engine())
-    texts = prompts(19, (9, 17, 9, 9, 17))
-    served = [driver.add(request(prompt, max_tokens=4)) for prompt in texts]
-    rows: list[int] = []
-    with with_embedding_hook("bloom", lambda ids, output: rows.append(len(ids))):
-        driver.finish()
-    assert rows == [3, 2] * 4
-    for response, prompt in zip(served, texts, strict=True):
-        assert response.ids == [oracle("bloom", prompt, 4)]
-
-
 def test_a_groups_cache_is_freed_with_its_last_sequence() -> None:
     driver = Driver(new_engine())
     for prompt in prompts(20, (9, 9)):
@@ -226,20 +212,6 @@ def groups(driver: Driver) -> list[CacheGroup]:
     tables = [sequence.table for sequence in driver.generator.scheduler.running]
     slots = [table.runner_state for table in tables if table]
     return [slot.group for slot in slots if isinstance(slot, CacheSlot)]
-
-
-@contextmanager
-def short_steps(tokens: int = 13) -> Iterator[None]:
-    """Let steps with streams have so few prompt tokens."""
-
-    def prompt_tokens(
-        self: PrefillBudget, streaming: bool, spent_s: float = 0.0, max_turn_s: float = math.inf
-    ) -> int:
-        return tokens if streaming else self.max_tokens
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillBudget, "prompt_tokens", prompt_tokens)
-        yield
 
 
 @pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "mamba"))
@@ -269,51 +241,14 @@ def test_other_models_run_between_the_layers_of_a_whole_prompt(name: str) -> Non
         assert response.ids[0] == oracle(name, prompt, 3)
 
 
-@pytest.mark.parametrize("is_scored", [False, True])
-def test_a_prompt_beyond_the_budget_runs_whole(is_scored: bool) -> None:
-    stream, long = prompts(13, (5, 90))
-    item = request(long, max_tokens=3)
-    item.payload = replace(item.payload, prompt_logprobs=1 if is_scored else None)
-    driver = Driver(new_engine())
-    driver.add(request(stream, max_tokens=30))
-    driver.step()
-    with short_steps():
-        served = driver.add(item)
-        driver.finish()
-    assert driver.partial == 0
-    assert served.ids[0] == oracle("bloom", long, 3)
-
-
-@pytest.mark.parametrize("failing", [1, 2])
-def test_a_prompt_that_does_not_fit_into_memory_is_run_again(failing: int) -> None:
-    stream, long = prompts(14, (5, 40))
-    driver = Driver(new_engine())
-    served = [driver.add(request(stream, max_tokens=12))]
-    driver.step()
-    count = 0
-
-    def fail_once(ids: torch.Tensor, embeddings: torch.Tensor) -> None:
-        nonlocal count
-        count += 1
-        if count == failing:
-            raise MemoryError
-
-    with with_embedding_hook("bloom", fail_once):
-        served.append(driver.add(request(long, max_tokens=3)))
-        driver.finish()
-    assert served[1].ids[0] == oracle("bloom", long, 3)
-    assert served[0].ids[0] == oracle("bloom", stream, 12)
-
-
 def test_prompts_share_a_step_up_to_its_limit_and_a_longer_one_runs_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS_WHOLE", {"cpu": 60})
-    driver = Driver(new_engine())
-    for length in (20, 20, 100, 20):
-        driver.add(request(prompts(10, [length])[0], max_tokens=2))
-    driver.finish()
+    texts = prompts(10, [20, 20, 100, 20])
+    served, driver = serve(new_engine(), *(request(text, max_tokens=2) for text in texts))
     assert [report.prefill_tokens for report in driver.reports[:3]] == [60, 100, 0]
+    assert [one.ids for one in served] == [[oracle("bloom", text, 2)] for text in texts]
 
 
 def test_warm_up_changes_nothing_and_clear_frees_all() -> None:
@@ -413,19 +348,6 @@ def test_sequences_that_do_not_fit_beside_others_wait() -> None:
 # ── loading ──
 
 
-def test_a_model_whose_cache_fails_the_check_is_recomputed_for_each_token() -> None:
-    before = 0  # rows of the last call
-
-    def mixing(ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        nonlocal before
-        rows, before = before, len(ids)
-        return output if ids.shape[1] > 1 or rows == len(ids) else output.flip(-1)
-
-    with with_embedding_hook("bloom", mixing):
-        runner = CachedRunner(language("bloom"))
-    assert (runner.batches_rows, runner.uses_cache) == (True, False)
-
-
 def test_a_model_that_mixes_up_the_rows_of_a_batch_says_what_serves_instead() -> None:
     [fallback] = checked("rwkv").language.fallbacks
     assert (fallback.refused, fallback.serves) == ("shared forwards", "one for each sequence")
@@ -437,7 +359,7 @@ def test_a_model_that_is_recomputed_for_each_token_warns(
 ) -> None:
     for part in BUILDERS["recurrent-gemma"]():
         part.save_pretrained(tmp_path)
-    generator = load_generator(GeneratorOptions(str(tmp_path), device="cpu", dtype="float32"))
+    generator = generating.load(tmp_path)
     paged, cached = generator.fallbacks
     assert (paged.refused, cached.refused) == ("paged cache", "cached states")
     assert cached.lost == "each token takes as long as the text before it"
@@ -447,19 +369,18 @@ def test_a_model_that_is_recomputed_for_each_token_warns(
 
 def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onequeue")
-    folder = str(tiny_decoders.folder("bloom"))
-    options = GeneratorOptions(folder, device="cpu", dtype="float32", max_model_len=100)
-    generator = load_generator(options)
+    generator = generating.load(tiny_decoders.folder("bloom"), max_model_len=100)
     assert isinstance(generator.runner, CachedRunner)
     assert generator.info.batching == "static"
     assert "attention function" in generator.info.why
     assert generator.info.why in caplog.text
     assert "batched=True cached=True" in caplog.text
+    assert any(isinstance(part, PackedLinear) for part in generator.runner.language.model.modules())
     assert generator.text_model.max_model_len == 100
     assert generator.compile_state == "off"
     generator.warm_up()
     (served,), _ = serve(generator, request("The capital of France", max_tokens=3))
-    assert served.deltas[0].tokens == 3
+    assert served.ids == generating.greedy("bloom", [served.prompt], 3)
     assert (
         generator.text_model.encode("The capital")
         == generator.runner.language.tokenizer("The capital")["input_ids"]
@@ -502,13 +423,3 @@ def test_sequences_have_no_more_states_than_fit_into_memory() -> None:
     options = GeneratorOptions("mamba", kv_cache_gb=2 * 3 * size / 1e9)
     generator = cached_engine(copy.copy(checked("mamba")), options, "a test asks for it")
     assert generator.scheduler.max_running == 3
-
-
-@pytest.mark.usefixtures("steps")
-def test_weights_are_packed_as_those_of_paged_models() -> None:
-    folder = str(tiny_decoders.folder("bloom"))
-    generator = load_generator(GeneratorOptions(folder, dtype="float32", device="cpu"))
-    assert generator.info.batching == "static"
-    assert any(isinstance(part, PackedLinear) for part in generator.runner.language.model.modules())
-    [served], _ = serve(generator, request(prompts(8)[2], max_tokens=TOKENS))
-    assert served.ids == [generating.greedy("bloom", [served.prompt], TOKENS)[0]]

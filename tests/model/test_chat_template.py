@@ -1,14 +1,14 @@
 """Names that `chat_template_kwargs` may set, errors of templates, and the parser and constraints of
 a plain chat."""
 
-import ast
 import copy
-import importlib.util
+import inspect
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
 from tests import tiny_chat
@@ -33,43 +33,18 @@ def rendered(**variables: Any) -> str:
     )
 
 
-def own_to_transformers() -> set[str]:
-    """Return, from the library's source, the arguments of the calls that lead to a template."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    folder = Path(spec.submodule_search_locations[0])
-    names: set[str] = set()
-    for file in (
-        "tokenization_utils_base.py",
-        "processing_utils.py",
-        "utils/chat_template_utils.py",
-    ):
-        for node in ast.walk(ast.parse((folder / file).read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name in (
-                "apply_chat_template",
-                "render_jinja_template",
-            ):
-                names |= {item.arg for item in (*node.args.args, *node.args.kwonlyargs)}
-            match node:
-                case ast.Call(func=ast.Attribute(attr="render")):
-                    names |= {item.arg for item in node.keywords if item.arg}
-                case ast.Assign(
-                    targets=[
-                        ast.Subscript(
-                            value=ast.Attribute(attr="globals" | "filters"),
-                            slice=ast.Constant(value=str(name)),
-                        )
-                    ]
-                ):
-                    names.add(name)
-    return names
-
-
 def test_reserved_variables_cannot_be_set() -> None:
-    names = own_to_transformers()
-    assert {"conversations", "messages", "tokenize", "tojson", "self"} <= names
-    for name in names | {"bos_token", "eos_token", "pad_token", "mask_token", "range", "namespace"}:
+    """Those of the library's calls that lead to a template, of templates and of Jinja."""
+    calls: list[Any] = [
+        PreTrainedTokenizerBase.apply_chat_template,
+        ProcessorMixin.apply_chat_template,
+        chat_template_utils.render_jinja_template,
+    ]
+    names = {name for call in calls for name in inspect.signature(call).parameters}
+    assert {"conversations", "tokenize", "self"} <= names
+    compiled: Any = chat_template_utils._compile_jinja_template("")
+    names |= {*compiled.environment.globals, "messages", "tojson"}
+    for name in names | {"bos_token", "eos_token", "pad_token", "mask_token"}:
         with pytest.raises(InvalidInput, match="not a variable") as caught:
             rendered(**{name: None})
         assert caught.value.param == f"chat_template_kwargs.{name}"

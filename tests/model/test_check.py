@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batching.sequence import Batch
 from tests import tiny_decoders
+from tests.generating import load_paged, small
 from worker.backends.cpu.linear_layers import (
     Bf16WeightLinear,
     NativeInt4Linear,
@@ -21,9 +22,8 @@ from worker.device.self_check import CannotRun, relative_error
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.paged import AttentionMetadata, SpanGroup
 from worker.model.check import Reference, check, run_in_float32
-from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.language_model import LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import load_paged_runner
 
 torch.set_num_threads(1)
 
@@ -76,22 +76,6 @@ def test_a_row_that_rounding_throws_far_off_does_not_decide() -> None:
     check(own, candidate, PROMPTS, 0.01)
 
 
-def test_the_reference_runs_in_float32_only_when_needed_and_once() -> None:
-    runs = 0
-
-    def counted(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        nonlocal runs
-        runs += 1
-        return own(prompts)
-
-    reference = Reference(counted, PROMPTS)
-    reference.check(reference.logits, 0.01)
-    assert runs == 1
-    for _ in range(2):
-        reference.check([rounded(0.05, 10), rounded(0.05, 12)], 0.01)
-    assert runs == 2
-
-
 def test_a_reference_whose_model_has_changed_does_not_run_again() -> None:
     reference = Reference(own, PROMPTS)
     reference.close()
@@ -108,9 +92,7 @@ def test_float32_logits_are_not_run_again() -> None:
 
 
 def loaded(name: str) -> PagedRunner:
-    folder = str(tiny_decoders.folder(name))
-    options = GeneratorOptions(folder, dtype="bfloat16", device="cpu", kv_cache_gb=0.01)
-    return load_paged_runner(load_language_model(options), options)
+    return load_paged(tiny_decoders.folder(name), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3.5"])
@@ -120,7 +102,7 @@ def test_float32_logits_of_a_bfloat16_model_are_those_of_its_float32_copy(
 ) -> None:
     runner = loaded(name)
     language = runner.language
-    copy = load_language_model(GeneratorOptions(language.folder, dtype="bfloat16", device="cpu"))
+    copy = language_of(name)
     to_float32: Any = copy.model.to  # torch leaves it untyped
     to_float32(torch.float32)
     if native:
@@ -153,8 +135,7 @@ def test_a_packed_layer_runs_in_float32_with_the_weights_that_it_has(kind: Any) 
 
 
 def language_of(name: str) -> LanguageModel:
-    folder = str(tiny_decoders.folder(name))
-    return load_language_model(GeneratorOptions(folder, dtype="bfloat16", device="cpu"))
+    return load_language_model(small(tiny_decoders.folder(name), dtype="bfloat16"))
 
 
 def test_prompts_of_the_checks_have_ordinary_tokens_only() -> None:

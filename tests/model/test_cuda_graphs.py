@@ -4,9 +4,7 @@ A recorder stands in for the capture and Python functions for the kernels: no GP
 """
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +26,7 @@ from tests.generating import (
     serve,
 )
 from tests.matrix import matrix
+from tests.threads import run_together
 from worker.backends import cuda as cuda_package
 from worker.backends.cuda import cuda_graphs, varlen
 from worker.backends.cuda.cuda_graphs import (
@@ -284,18 +283,12 @@ def test_a_compiled_model_is_captured_without_compiling_again(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     runner = runner_of(engine("llama", blocks=BLOCKS))
     eager = runner.model
-    thread = threading.Thread(target=runner._compile, args=(torch.get_num_threads(),))
-    thread.start()
-    thread.join(1200)
+    run_together(partial(runner._compile, torch.get_num_threads()))
     assert runner.compile_state == "done"
     runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
     assert runner.model is not eager
     with torch._dynamo.config.patch(error_on_recompile=True):
         captured(runner, Recorder())
-
-
-def test_a_cpu_has_no_graphs() -> None:
-    assert runner_of(loaded("llama"))._graphs is None
 
 
 def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,49 +339,6 @@ def test_a_compiled_model_is_captured_in_a_tenth_of_the_time(
         runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
         now += 0.125
     assert captured_at == [100 + 2.5 * n for n in range(14)]  # of 1 to 512 rows
-
-
-def test_a_model_is_run_once_to_see_that_it_reads_no_values(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The mode in which reading raises is that of the process: other threads may load a model."""
-    modes, mode, capturing = list[str](), "default", False
-
-    def set_mode(new: str) -> None:
-        nonlocal mode
-        mode = new
-
-    @contextmanager
-    def graph(*_: Any, **options: Any) -> Iterator[None]:
-        nonlocal capturing
-        capturing = True
-        yield
-        capturing = False
-
-    def run() -> Tensor:
-        modes.append("captured" if capturing else mode)
-        return torch.zeros(1)
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes = {
-        "graph_pool_handle": lambda: None,
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": nullcontext,
-        "CUDAGraph": lambda: SimpleNamespace(replay=run),
-        "graph": graph,
-        "get_sync_debug_mode": lambda: mode,
-        "set_sync_debug_mode": set_mode,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    capture = cuda_graphs.CudaCapture()
-    capture(run)
-    capture(run)
-    assert modes == ["default", "error", "captured", "default", "captured"]
-    modes.clear()
-    cuda_graphs.CudaCapture(checked=True)(run)
-    assert modes == ["default", "captured"]
 
 
 def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(

@@ -15,15 +15,13 @@ from batching.request_queue import WorkItem
 from server.apis.openai.decisions.systemone import SystemOneRequest
 from server.apis.openai.request_fields import decode
 from tests import tiny_decisions, tiny_multimodal
-from tests.generating import Driver
+from tests.generating import Driver, load
 from tests.model.test_decisions import KINDS, answers, assert_close, probabilities
 from tests.multimodal import loaded, png
 from tests.tiny import hf
 from tests.tiny_decisions import STATE, about, read
 from worker.decision_config import UnusableDecisionConfig, load_decision_config
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
-from worker.model.language_model import GeneratorOptions
 
 CONFIG = {
     "labels": {"noul": ["B", "A"], "choice": ["Z", "Y", "X", "W"], "score": [*"VUTSR"]},
@@ -69,12 +67,6 @@ def checkpoint(source: Path, to: Path, config: Any, template: str | None = None)
     if template is not None:
         (to / "decision_template.jinja").write_text(template)
     return str(to)
-
-
-def load(path: str, **options: Any) -> GenerationEngine:
-    return load_generator(
-        GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01, **options)
-    )
 
 
 def library(path: str, auto: Any = hf.AutoModelForCausalLM) -> Any:
@@ -154,7 +146,7 @@ def test_answers_about_images(family: str, template: str | None, tmp_path: Path)
 
 
 def test_an_image_is_decoded_and_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(str(tiny_multimodal.folder("gemma3")))
+    engine = load(tiny_multimodal.folder("gemma3"))
     preprocessor = engine.input_processor.media_preprocessor
     assert preprocessor
     process, calls = preprocessor.processor.process_media, list[bytes]()
@@ -224,7 +216,7 @@ def test_error_of_a_template_names_a_field(
 ) -> None:
     file = tmp_path / "decision.json"
     file.write_text(json.dumps({"chat_template": template}))
-    engine = load(str(tiny_multimodal.folder("gemma3")), decision_config=str(file))
+    engine = load(tiny_multimodal.folder("gemma3"), decision_config=str(file))
     error = refused(engine, on_images(assets=assets).decision_input())
     assert error.param == param
     assert reason in str(error)

@@ -21,6 +21,20 @@ from worker.messages.decisions import DecisionInput, Question
 from worker.text.chat_template.template import RenderedPrompt
 
 
+def whole_prompt(text: str, question: Question, **options: Any) -> list[int]:
+    """Return the ids of the library's tokenizer for a text and a question."""
+    labels = ["Yes", "No"] if question.kind == "noul" else ["A", "B"]
+    tokenizer: Any = tiny_decisions.engine().runner.language.tokenizer
+    ids: list[int] = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{text}\n\n{question.text(labels)}"}],
+        add_generation_prompt=True,
+        enable_thinking=False,
+        return_dict=True,
+        **options,
+    )["input_ids"]
+    return ids
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -36,16 +50,8 @@ from worker.text.chat_template.template import RenderedPrompt
 )
 def test_the_token_ids_are_those_of_each_whole_prompt(text: str) -> None:
     payload = about(text, predicates(3))
-    tokenizer = tiny_decisions.engine().runner.language.tokenizer
-    for question, ids in zip(payload.questions, prompts_of(payload), strict=True):
-        content = f"{text}\n\n{question.text(['Yes', 'No'])}"
-        whole: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            enable_thinking=False,
-            return_dict=True,
-        )
-        assert [*ids] == whole["input_ids"]
+    expected = [whole_prompt(text, question) for question in payload.questions]
+    assert prompts_of(payload) == expected
 
 
 def test_the_question_is_appended_to_the_last_user_message() -> None:
@@ -122,19 +128,11 @@ def test_a_clients_control_tokens_are_text_as_in_transformers(text: str) -> None
         *predicates(1, text),
         Question("choice", "Which?", (text, f"{text} and more"), "questions[1]"),
     )
-    for question, ids in zip(questions, prompts_of(about(text, questions)), strict=True):
-        labels = ["Yes", "No"] if question.kind == "noul" else ["A", "B"]
-        content = f"{text}\n\n{question.text(labels)}"
-        whole: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            enable_thinking=False,
-            return_dict=True,
-            sanitize_control_tokens=True,
-        )
-        assert [*ids] == whole["input_ids"]
-        assert tokenizer.decode(ids).count("</s>") == content.count("</s>") + 1
+    prompts = prompts_of(about(text, questions))
+    assert prompts == [whole_prompt(text, q, sanitize_control_tokens=True) for q in questions]
+    for ids in prompts:
         assert ids.count(tokenizer.eos_token_id) == 1
+        assert tokenizer.decode(ids).count("</s>") > text.count("</s>")
 
 
 def test_json_escapes_do_not_hide_control_tokens() -> None:

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 DEMO = Path(__file__).resolve().parents[2] / "worker" / "demo"
@@ -68,20 +67,6 @@ def test_the_capital_of_france_has_a_high_score() -> None:
     best = model()("The capital of France is [MASK].")[0]
     assert best["token_str"] == "paris"
     assert best["score"] > 0.5
-
-
-def test_the_fill_mask_folder_is_small_and_float32() -> None:
-    files = {path.name: path.stat().st_size for path in MODEL.iterdir()}
-    assert set(files) == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert sum(files.values()) <= 2_500_000
-    with safe_open(MODEL / "model.safetensors", framework="pt") as checkpoint:
-        dtypes = {checkpoint.get_slice(name).get_dtype() for name in checkpoint.offset_keys()}
-    assert dtypes == {"F32"}
 
 
 def test_the_fill_mask_tokenizer_is_fast_and_tokenizes_any_text() -> None:
@@ -168,10 +153,6 @@ def assistant(text: str | None, *calls: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": list(calls)} if calls else message
 
 
-def tool(text: str) -> dict[str, Any]:
-    return {"role": "tool", "content": text}
-
-
 def test_chat_answers_are_correct_and_end_their_turn() -> None:
     answers = {question: generate([user(question)]) for question in CHAT_QUESTIONS}
     assert [text for text in answers.values() if not text.endswith("<|im_end|>")] == []
@@ -212,61 +193,6 @@ def test_a_completion_continues_plain_text_with_a_fact() -> None:
     assert chat_tokenizer().decode(ids[0]).startswith("The capital of France is Paris.")
 
 
-def test_the_response_template_separates_content_reasoning_and_calls() -> None:
-    end, calls = "<|im_end|>", [CALL, CALL]
-    role: dict[str, Any] = {"role": "assistant"}
-    cases: dict[str, dict[str, Any]] = {
-        f"Hello.{end}": {"content": "Hello."},
-        "Hello.": {"content": "Hello."},
-        f"Let me see.\n{RENDERED_CALL}{end}": {"content": "Let me see.", "tool_calls": [CALL]},
-        f"{RENDERED_CALL}\n{RENDERED_CALL}{end}": {"tool_calls": calls},
-        f"{RENDERED_CALL}\n{RENDERED_CALL}": {"tool_calls": calls},
-        f"<think>\nHm.\n</think>\n\nYes.{end}\n": {"reasoning_content": "Hm.", "content": "Yes."},
-    }
-    for text, parsed in cases.items():
-        assert chat_tokenizer().parse_response(text, prefix=PROMPT) == {**role, **parsed}, text
-
-
-def test_the_template_renders_every_form_of_a_message() -> None:
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    text = json.dumps(CALL["function"]["arguments"])
-    call_with_json_arguments = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": text},
-    }
-    results = "<tool_response>\n18\n</tool_response>\n<tool_response>\n7\n</tool_response>"
-    assert render(
-        [
-            {"role": "system", "content": parts},
-            {"role": "user", "content": parts},
-            assistant("Wait.", CALL, call_with_json_arguments),
-            tool("18"),
-            tool("7"),
-            assistant("Done."),
-        ],
-        add_generation_prompt=True,
-    ) == (
-        "<|im_start|>system\nHello<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-        f"<|im_start|>assistant\nWait.\n{RENDERED_CALL}\n{RENDERED_CALL}<|im_end|>\n"
-        f"<|im_start|>user\n{results}<|im_end|>\n"
-        "<|im_start|>assistant\nDone.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert render([user("Hi"), assistant(None, CALL)]).endswith(
-        f"<|im_start|>assistant\n{RENDERED_CALL}<|im_end|>\n"
-    )
-
-
-def test_the_template_lists_tools_after_the_system_prompt() -> None:
-    prompt = [{"role": "system", "content": "Be brief."}, user("Hi")]
-    text = render(prompt, tools=[WEATHER_TOOL])
-    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
-    assert f"<tools>\n{json.dumps(WEATHER_TOOL)}\n</tools>" in text
-    assert text.count("<|im_start|>system") == 1
-    without = render(prompt[1:], tools=[WEATHER_TOOL])
-    assert without == text.replace("Be brief.\n\n", "")
-
-
 def test_the_template_refuses_images_and_unknown_roles() -> None:
     for message in (user([{"type": "image_url"}]), {"role": "judge", "content": "Hi"}):
         with pytest.raises(TemplateError):
@@ -285,17 +211,12 @@ def test_tool_call_tags_remain_when_special_tokens_are_skipped() -> None:
     assert chat_tokenizer().decode(ids, skip_special_tokens=True) == f"assistant\n{RENDERED_CALL}"
 
 
-def test_the_chat_folder_is_small_and_has_both_stop_tokens() -> None:
-    files = {path.name: path.stat().st_size for path in CHAT.iterdir()}
-    assert set(files) == {
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert sum(files.values()) <= 5_000_000
+@pytest.mark.parametrize(("folder", "limit"), [(MODEL, 2_500_000), (CHAT, 5_000_000)])
+def test_the_folders_are_small(folder: Path, limit: int) -> None:
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= limit
+
+
+def test_the_chat_model_has_both_stop_tokens() -> None:
     stop_token_ids = chat_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     settings = chat_model().generation_config
     assert settings.eos_token_id == stop_token_ids

@@ -84,13 +84,6 @@ def test_other_encoders_give_the_same_vectors_in_a_batch(
     check_pooling(embedder, base, "mean")
 
 
-def test_a_decoder_pools_its_last_token(tmp_path: Path) -> None:
-    pooling = {"pooling_mode_lasttoken": True}
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling=pooling))
-    assert embedder.info.batching == "continuous"
-    check_pooling(embedder, "qwen3-base", "lasttoken")
-
-
 def test_several_poolings_are_concatenated_in_their_order(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", pooling={"pooling_mode": ["max", "cls"]})
     [vector] = embed(load(folder), TEXTS[:1]).vectors

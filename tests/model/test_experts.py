@@ -16,7 +16,6 @@ from worker.backends.cpu.linear import (
     pack_weights,
     quantize_weights,
     unpack_weights,
-    use_native_linear,
 )
 from worker.backends.cpu.linear_layers import Int4Linear, Int8Linear, PackedLinear
 from worker.backends.native_attention import load_native_ops
@@ -103,22 +102,6 @@ def test_only_the_experts_that_are_hit_run() -> None:
     with torch.inference_mode():
         experts.run(hidden, index, weights)
     assert calls == [0, 2]
-
-
-@torch.inference_mode()
-def test_a_row_does_not_depend_on_other_rows() -> None:
-    load_native_ops()
-    model = packed("qwen3-moe")
-    use_native_linear(model)
-    (experts, *_) = packed_experts(model)
-    assert all(layer.native_width for layer in experts.up)
-    assert experts.products
-    hidden, weights = torch.randn(30, 32), torch.rand(30, 2)
-    index = torch.rand(30, 4).topk(2).indices
-    together = experts.run(hidden, index, weights)
-    for row in range(30):
-        one = slice(row, row + 1)
-        assert torch.equal(experts.run(hidden[one], index[one], weights[one]), together[one])
 
 
 @pytest.mark.parametrize(("quantization", "kind"), [("int8", Int8Linear), ("int4", Int4Linear)])

@@ -1,4 +1,5 @@
-"""Modules that multiply without a linear layer give a row the same bits among any other rows."""
+"""Activations, and modules that multiply without a linear layer, give a row the same bits among any
+other rows."""
 
 from typing import Any
 
@@ -6,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.backends.cpu.functional import MIN_ROWS, OWN_LAYER
+from tests.threads import compute_threads
+from worker.backends.cpu.functional import OWN_LAYER, align_activations
 from worker.backends.cpu.linear import stacked_products_differ, use_native_functions
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -79,29 +81,6 @@ def test_the_compiler_takes_the_modules_own_product(
     assert not hasattr(plain, OWN_LAYER)
 
 
-def test_products_with_experts_have_some_rows_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = Experts().requires_grad_(False)
-    x = torch.randn(5, 8)
-    expected = experts(x)
-    rows: list[int] = []
-
-    def counted(name: str) -> None:
-        product = getattr(torch, name)
-
-        def run(x: Tensor, *args: Tensor) -> Tensor:
-            rows.append(x.shape[-2])
-            out: Tensor = product(x, *args)
-            return out
-
-        monkeypatch.setattr(torch, name, run)
-
-    counted("bmm")
-    use_native_functions(experts)
-    for count in (5, 1, 3):
-        torch.testing.assert_close(experts(x[:count]), expected[:, :count])
-    assert rows == [5, MIN_ROWS, MIN_ROWS]
-
-
 class OneByOne(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -126,3 +105,30 @@ def test_products_that_depend_on_the_number_of_rows_are_found(
     monkeypatch.setattr(*bases[kind], product)
     assert stacked_products_differ(nn.Sequential(kind())) is differs
     assert not stacked_products_differ(nn.Sequential(nn.Conv1d(4, 4, 4)))
+
+
+# ── activations ──
+
+
+@pytest.mark.parametrize("width", [1056, 1000, 4864])
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_a_row_of_an_activation_has_the_same_bits_alone_and_in_a_batch(
+    width: int, threads: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(301, width)
+    plain, aligned = nn.SiLU(), nn.Sequential(nn.SiLU())
+    align_activations(aligned)
+    with compute_threads(threads):
+        alone = torch.cat([aligned(row[None]) for row in x])
+        for rows in (7, 33, 77, 150, 301):
+            assert torch.equal(aligned(x[None, :rows])[0], alone[:rows])
+        torch.testing.assert_close(alone, plain(x))
+
+
+def test_compiled_activations_are_not_divided() -> None:
+    model = nn.Sequential(nn.Linear(8, 40), nn.SiLU())
+    expected = model(torch.ones(3, 8))
+    align_activations(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(3, 8)), expected)

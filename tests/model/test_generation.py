@@ -1,7 +1,6 @@
 """Greedy output of the generation engine equals that of transformers' `generate`, with any features
 and other requests."""
 
-import gc
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ from batching import step_times
 from batching.block_pool import BlockPool
 from batching.sequence import Batch
 from tests.generating import (
-    ORDINARY,
-    Driver,
     assert_greedy,
     engine,
     greedy,
@@ -127,17 +124,3 @@ def test_all_combinations_of_features_leave_the_output_unchanged(
     model: str, features: frozenset[str], metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_parity(model, features, 3, monkeypatch, metadata)
-
-
-def test_garbage_collection_does_not_visit_the_tokens_of_requests() -> None:
-    """A thousand prompts of 32k tokens may wait, and each collection would visit them all."""
-    generator = engine("llama", max_running=1)
-    driver = Driver(generator)
-    texts: list[str | list[int]] = [[*ORDINARY[:200]], "ab " * 60]
-    served = [driver.add(request(text, max_tokens=9)) for text in texts]
-    driver.step()
-    for one in served:
-        for held in (one.prompt, *(sequence.tokens for sequence in one.sequences)):
-            assert len(held) > 50
-            assert not any(isinstance(visited, int) for visited in gc.get_referents(held))
-    driver.finish()

@@ -56,10 +56,10 @@ def alone(prompt: Sequence[int], sampling: Sampling, n: int = 1, spec: str = "of
 
 
 def assert_scored(
-    entries: Sequence[TokenLogprob], ids: Sequence[int], first: int, top: int
+    entries: Sequence[TokenLogprob], ids: Sequence[int], first: int, top: int, model: str = "llama"
 ) -> None:
     """Check that `entries` score ids[first:] by the model's raw distribution."""
-    expected = torch.log_softmax(raw_logits("llama", ids), -1)
+    expected = torch.log_softmax(raw_logits(model, ids), -1)
     assert [entry.token_id for entry in entries] == list(ids[first:])
     for index, entry in enumerate(entries, first):
         if index == 0:

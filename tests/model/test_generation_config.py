@@ -21,8 +21,10 @@ from tests.generating import (
     ORDINARY,
     Driver,
     Served,
+    built,
     engine,
     greedy,
+    load,
     loaded,
     prompts,
     reference_model,
@@ -32,10 +34,10 @@ from tests.generating import (
 from tests.matrix import matrix
 from worker.backends.cached_runner import CachedRunner
 from worker.engines.generation import engine as module
-from worker.engines.generation.loading import cached_engine, load_generator
+from worker.engines.generation.loading import cached_engine
 from worker.engines.generation.speculation import NgramDrafter
 from worker.messages.generation import Constraint, Sampling
-from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 from worker.text import fill_in_middle
 
@@ -191,7 +193,7 @@ def test_positions_hold_with_drafts_preemption_and_resume(
 
 def test_cached_runner_has_the_same_fields() -> None:
     fields = FIELDS["all"]()
-    language = cached_language()
+    language = built("llama", tiny_decoders.BUILDERS["llama"])
     wanted = generated(fields, language.model)
     untyped: Any = GenerationConfig
     language.model.generation_config = untyped(do_sample=False, **fields)
@@ -199,12 +201,6 @@ def test_cached_runner_has_the_same_fields() -> None:
     generator = cached_engine(CachedRunner(language), options, "")
     served, _ = serve(generator, [asked(fields, text) for text in TEXTS])
     assert served_ids(served) == wanted
-
-
-def cached_language() -> LanguageModel:
-    torch.manual_seed(1)
-    model, tokenizer = tiny_decoders.BUILDERS["llama"]()
-    return LanguageModel("llama", model.eval(), tokenizer)
 
 
 # ── a request's own fields ──
@@ -326,11 +322,6 @@ def folder_with(tmp_path: Path, fields: Fields | str) -> str:
     content = fields if isinstance(fields, str) else {**json.loads(file.read_text()), **fields}
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
-
-
-def load(path: str, **options: Any) -> Any:
-    options |= {"dtype": "float32", "device": "cpu", "kv_cache_gb": 0.01}
-    return load_generator(GeneratorOptions(path, **options))
 
 
 @pytest.mark.parametrize(

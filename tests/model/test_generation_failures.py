@@ -98,21 +98,6 @@ def test_nan_fails_its_own_item_only(seed: int | None) -> None:
     assert_greedy("llama", healed, NEW)  # nothing of the failed ones is in the prefix cache
 
 
-def test_a_failed_choice_fails_its_item_and_its_blocks_are_not_reused() -> None:
-    generator = engine("llama", blocks=24)
-    [broken] = with_guilty(prompts(8, (45,), count=1), (0,))
-    sampling = Sampling(temperature=1.0, seed=5)
-    whole = prompts(9, LENGTHS, count=1)
-    with poisoned(generator):
-        items = [request(broken, sampling, NEW, n=3), *(request(p, max_tokens=NEW) for p in whole)]
-        served, driver = serve(generator, items)
-        assert type(served[0].error) is ItemFailed
-        assert_greedy("llama", served[1:], NEW)
-    [again], driver = serve(generator, [request(broken, max_tokens=NEW)])
-    assert driver.total("cached_tokens") == 0
-    assert_greedy("llama", [again], NEW)
-
-
 def test_a_choice_that_fails_late_fails_its_item() -> None:
     """One choice samples the token that fails it, the others do not."""
     generator = engine("llama", blocks=40)

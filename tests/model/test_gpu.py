@@ -29,6 +29,7 @@ from worker.model.language_model import GeneratorOptions
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 GPU = torch.device("cuda")
+MIXTURES = ("qwen3-moe", "gpt-oss", "llama4")
 FEW_ROWS = [case for case in CASES if case.kind in ("decodes", "spread decodes", "drafts")]
 
 
@@ -109,9 +110,14 @@ def test_greedy_output_equals_generate(model: str) -> None:
     assert_greedy(model, served, 12)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["qwen3-moe", "gpt-oss", "llama4"])
-def test_steps_of_mixtures_are_captured(model: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        *((model, dtype) for model in MIXTURES for dtype in ("float32", "bfloat16")),
+        *((model, "float32") for model in ("qwen3.5", "lfm2", "mamba2")),
+    ],
+)
+def test_steps_of_mixtures_and_recurrent_layers_are_captured(model: str, dtype: str) -> None:
     assert runner_of(generator_of(model, dtype))._graphs is not None
 
 
@@ -122,11 +128,6 @@ def test_what_makes_steps_fast_is_used() -> None:
     assert runner._graphs is not None
     assert runner.metadata is VarlenMetadata
     assert any(isinstance(module, FusedSlice) for module in runner.language.model.modules())
-
-
-@pytest.mark.parametrize("model", ["qwen3.5", "lfm2", "mamba2"])
-def test_decodes_of_recurrent_layers_are_captured(model: str) -> None:
-    assert runner_of(generator_of(model))._graphs is not None
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])

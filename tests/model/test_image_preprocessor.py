@@ -13,16 +13,15 @@ from PIL import Image, ImageOps
 from batching.errors import InvalidInput
 from batching.fair_share import NO_OWNER, WorkOwner
 from tests import multimodal, tiny_multimodal
-from tests.generating import serve
+from tests.generating import load, serve
 from tests.model.test_multimodal_processor import loaded
 from tests.multimodal import assert_generated, png, request
+from tests.threads import run_together
 from worker.engines.generation import loading
-from worker.engines.generation.loading import load_generator
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_image
 from worker.messages.generation import MediaInput
 from worker.messages.protocol import Pending
-from worker.model.language_model import GeneratorOptions
 from worker.vision.decoders import REQUEST_PIXELS_RATIO, ImageDecoder
 from worker.vision.media_preprocessor import MediaPreprocessor, MemoryLimiter, Waiting
 from worker.vision.processor import MediaFeatures, Processor
@@ -131,11 +130,7 @@ def test_requests_for_token_ids_process_images_one_at_a_time(
 
     monkeypatch.setattr(Processor, "process_media", process_media)
     results: list[list[int]] = []
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*[ask] * 3)
     preprocessor.close()
     assert len(results) == 60
 
@@ -320,9 +315,7 @@ def test_model_whose_processor_does_not_load_serves_text(
         raise error
 
     monkeypatch.setattr(loading, "load_processor", fail)
-    folder = str(tiny_multimodal.folder("llava"))
-    options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=0.01)
-    generator = load_generator(options)
+    generator = load(tiny_multimodal.folder("llava"))
     monkeypatch.undo()  # the reference model loads the processor
     served, _ = serve(generator, [request("Only words.")])
     assert_generated("llava", served)
@@ -339,8 +332,7 @@ def test_model_that_does_not_run_with_images_serves_text(
         raise TypeError("the encoder requires more\nthan one argument")
 
     monkeypatch.setattr(tiny_multimodal.hf.MllamaVisionModel, "forward", fail)
-    options = GeneratorOptions(str(tiny_multimodal.folder("mllama")), dtype="float32", device="cpu")
-    generator = load_generator(options)
+    generator = load(tiny_multimodal.folder("mllama"))
     monkeypatch.undo()
     expected = "images are refused, the model does not run with them: the encoder requires more"
     messages = [record.message for record in caplog.records]

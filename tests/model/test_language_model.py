@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 from transformers import AttentionInterface
 
 from tests import tiny_decoders
+from tests.generating import load
 from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
 from worker.device.self_check import CannotRun
-from worker.engines.generation.loading import load_generator
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata
@@ -44,11 +43,7 @@ def test_an_architecture_runs_on_a_paged_cache(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["llama", "qwen3.5"])
 def test_a_model_is_freed_with_its_engine(model: str, caplog: pytest.LogCaptureFixture) -> None:
-    folder = str(tiny_decoders.folder(model))
-    options = GeneratorOptions(
-        folder, dtype="float32", device="cpu", compile="off", kv_cache_gb=0.01
-    )
-    engine = load_generator(options)
+    engine = load(tiny_decoders.folder(model), compile="off")
     engine.warm_up()
     text_model: Any = engine.text_model  # with the tokenizer
     parts = [weakref.ref(part) for part in (engine, engine.runner, text_model)]
@@ -87,21 +82,19 @@ def test_a_context_beyond_that_limit_fails_the_check(
 
 
 def test_a_max_model_len_beyond_the_context_is_an_error() -> None:
-    path = str(tiny_decoders.folder("llama"))
-    options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01)
-    assert load_generator(options).text_model.max_model_len == tiny_decoders.CONTEXT
+    path = tiny_decoders.folder("llama")
+    assert load(path).text_model.max_model_len == tiny_decoders.CONTEXT
     with pytest.raises(LoadingFailed, match=r"^MAX_MODEL_LEN=300: the model takes 256 tokens$"):
-        load_generator(replace(options, max_model_len=300))
+        load(path, max_model_len=300)
 
 
 def test_a_max_model_len_beyond_the_cache_is_an_error_without_the_context() -> None:
-    path = str(tiny_decoders.folder("llama"))
-    options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=5e-5)
-    holds = load_generator(options).text_model.max_model_len
+    path, size = tiny_decoders.folder("llama"), {"kv_cache_gb": 5e-5}
+    holds = load(path, **size).text_model.max_model_len
     assert holds < tiny_decoders.CONTEXT
     reason = f"^MAX_MODEL_LEN={holds + 1}: the memory for keys and values holds {holds} tokens$"
     with pytest.raises(LoadingFailed, match=reason):
-        load_generator(replace(options, max_model_len=holds + 1))
+        load(path, **size, max_model_len=holds + 1)
 
 
 @pytest.mark.parametrize(
@@ -178,24 +171,23 @@ def chunks(change: Callable[[int], int]) -> Patch:
     return lambda patch: patch.setattr(AttentionMetadata, "_first_visible", first_visible)
 
 
-def positions_off(patch: pytest.MonkeyPatch) -> None:
+def metadata(change: Callable[[AttentionMetadata], None]) -> Patch:
+    """`change` alters the metadata of each step."""
     original = AttentionMetadata.__init__
 
     def init(step: AttentionMetadata, *arguments: Any) -> None:
         original(step, *arguments)
-        step.positions = torch.arange(len(step.positions))
+        change(step)
 
-    patch.setattr(AttentionMetadata, "__init__", init)
+    return lambda patch: patch.setattr(AttentionMetadata, "__init__", init)
 
 
-def slots_off(patch: pytest.MonkeyPatch) -> None:
-    original = AttentionMetadata.__init__
+def number_positions_by_row(step: AttentionMetadata) -> None:
+    step.positions = torch.arange(len(step.positions))
 
-    def init(step: AttentionMetadata, *arguments: Any) -> None:
-        original(step, *arguments)
-        step.slots = step.slots.roll(1)
 
-    patch.setattr(AttentionMetadata, "__init__", init)
+def shift_slots(step: AttentionMetadata) -> None:
+    step.slots = step.slots.roll(1)
 
 
 def queries_scaled_by_row(patch: pytest.MonkeyPatch) -> None:
@@ -210,10 +202,8 @@ FAULTS: list[tuple[str, str, Patch]] = [
     *((m, "window ignored", attending(lambda *a: (*a[:6], 0, a[7]))) for m in WINDOWED),
     *((m, "window too long", window_off_by(1)) for m in WINDOWED),
     *((m, "window too short", window_off_by(-1)) for m in WINDOWED),
-    ("llama", "positions by row", positions_off),
-    ("gpt2", "positions by row", positions_off),
-    ("opt", "positions by row", positions_off),
-    ("llama", "keys in wrong slots", slots_off),
+    *((m, "positions by row", metadata(number_positions_by_row)) for m in ("llama", "gpt2", "opt")),
+    ("llama", "keys in wrong slots", metadata(shift_slots)),
     ("gemma2", "capping ignored", attending(lambda *a: (*a[:7], 0.0))),
     ("gpt-oss", "sinks ignored", attending(lambda *a: (*a[:3], None, *a[4:]))),
     ("llama4", "chunks ignored", chunks(lambda chunk: 0)),

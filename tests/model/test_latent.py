@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from tests import tiny_adapters
+from tests import generating, tiny_adapters
 from tests.causal_families import build
-from tests.generating import generate, prompts, request, runner_of, serve
+from tests.generating import generate, prompts, reference_of, request, runner_of, serve
 from tests.model.test_lora import load, outputs, with_adapter
 from tests.threads import compute_threads
 from tests.tiny import hf, saved
@@ -24,11 +24,9 @@ from worker.backends.cpu.linear_layers import PackedLinear
 from worker.backends.native_attention import NativeMetadata
 from worker.device.self_check import set_attention
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
 from worker.engines.generation.text_pipeline import copy_sharing_weights
 from worker.model.attention.paged import LATENT
 from worker.model.compiling import compile_model
-from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 
 LAYERS, HEADS, RANK, ROTARY, NOPE, VALUE = 2, 4, 16, 8, 8, 8  # of the tiny models
@@ -40,9 +38,7 @@ def folder(kind: str) -> Path:
 
 
 def loaded(kind: str, dtype: str = "float32", **options: Any) -> GenerationEngine:
-    return load_generator(
-        GeneratorOptions(str(folder(kind)), dtype=dtype, device="cpu", kv_cache_gb=0.01, **options)
-    )
+    return generating.load(folder(kind), dtype=dtype, **options)
 
 
 def numbers(runner: PagedRunner) -> int:
@@ -119,8 +115,7 @@ def test_a_model_that_differs_keeps_all_heads(monkeypatch: pytest.MonkeyPatch) -
 def check_greedy(generator: GenerationEngine) -> None:
     rows = prompts(3, (3, 20, 41), 1)
     served, _ = serve(generator, [request(row, max_tokens=8) for row in rows], seed=1)
-    model = hf.AutoModelForCausalLM.from_pretrained(folder("youtu"), dtype=torch.float32)
-    model.generation_config.eos_token_id = None
+    model = reference_of(folder("youtu"))
     assert outputs(served) == [generate(model, [row], 8)[0] for row in rows]
 
 

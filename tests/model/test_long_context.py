@@ -20,11 +20,9 @@ from worker.device.self_check import CannotRun
 from worker.engines.embedding.loading import ScoringOptions, load_embedder
 from worker.engines.generation import loading
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
 from worker.engines.pipeline.loading import PipelineOptions, choose_batching, load_pipeline
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 
 ORIGINAL = 64  # tokens of the models' first training
@@ -37,9 +35,7 @@ LENGTHS = (5, 30, ORIGINAL - 4, ORIGINAL, ORIGINAL + 1, 80)
 
 
 def load(model: str, **options: Any) -> GenerationEngine:
-    path = str(tiny_decoders.folder(model))
-    settings: Any = {"dtype": "float32", "device": "cpu", "kv_cache_gb": 0.01, **options}
-    return load_generator(GeneratorOptions(path, **settings))
+    return generating.load(tiny_decoders.folder(model), **options)
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from batching import step_times
 from tests import tiny_adapters, tiny_decoders
 from tests.generating import (
     Request,
@@ -97,21 +96,6 @@ def test_adapters_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
     folder = tiny_adapters.make(tmp_path / "a", tiny_decoders.folder("qwen3.5"), 1)
     with pytest.raises(InvalidAdapter, match=r"linear_attn.*recurrent layers cannot"):
         load(engine("qwen3.5"), folder)
-
-
-def test_prompts_in_chunks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 16})
-    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 16)
-    base = tiny_decoders.folder("llama")
-    folder = tiny_adapters.make(tmp_path / "a", base, 1)
-    generator = engine("llama")
-    adapter = load(generator, folder)
-    rows = prompts(5, (37, 60), 2)
-    wanted = expected(tiny_adapters.merged(base, folder), rows)
-    items = [with_adapter(request(row, max_tokens=TOKENS), adapter) for row in rows]
-    served, driver = serve(generator, items, seed=1)
-    assert outputs(served) == wanted
-    assert driver.partial > 0
 
 
 def test_another_file_under_a_name_finds_no_prefixes_of_the_first(tmp_path: Path) -> None:

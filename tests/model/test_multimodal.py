@@ -1,24 +1,21 @@
-"""Images in chat give the output of `generate` on tiny models of eight families: in chunks, beside
-other requests, with prefix caching and after preemption."""
+"""Images in chats: when they are decoded, encoded and freed, and what fails alone.
+
+tests/model/test_media_chats.py compares outputs with those of `generate`."""
 
 import gc
 import shutil
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import takewhile
-from operator import eq
 from typing import Any
 
 import pytest
 from torch import nn
 from torch._dynamo.utils import counters
 
-from batching.block_pool import Content
 from batching.sequence import MultimodalInputs
 from tests import tiny_multimodal
-from tests.generating import Driver, Served, prepare, runner_of, serve
+from tests.generating import Driver, load, runner_of, serve
 from tests.matrix import matrix
 from tests.model.test_compiling import compile_state
 from tests.multimodal import (
@@ -27,6 +24,7 @@ from tests.multimodal import (
     in_small_chunks,
     loaded,
     png,
+    prompt_of,
     request,
     scored,
     unpaged,
@@ -34,17 +32,12 @@ from tests.multimodal import (
 from worker.backends.cpu.linear_layers import PackedLinear
 from worker.device.self_check import CannotRun
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
-from worker.messages.generation import Constraint, MediaInput
-from worker.messages.protocol import IsWanted, Pending
-from worker.model.attention.kv_cache import BLOCK
 from worker.model.decoder_hook import DecoderHook, DecoderRows
-from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.model.language_model import LanguageModel
 from worker.vision import multimodal_prompt
 from worker.vision.encoder import ENTRY_BYTES, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
-from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import MediaFeatures, MultimodalItem, Processor
 from worker.vision.self_check import check_multimodal
 
@@ -58,90 +51,27 @@ def encoder_scheduler(generator: GenerationEngine) -> EncoderScheduler:
     return generator._encoder_scheduler
 
 
-def prompt_of(served: Served) -> MultimodalPrompt:
-    prompt = served.item.prepared[0].prepared.multimodal
-    assert isinstance(prompt, MultimodalPrompt)
-    return prompt
+@pytest.fixture
+def processed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the threads in which processors read images from now on."""
+    threads, process_media = list[str](), Processor.process_media
 
+    def recorded(self: Processor, *args: Any, **named: Any) -> MediaFeatures:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return process_media(self, *args, **named)
 
-def shared_prefix(one: Sequence[Content], other: Sequence[Content]) -> int:
-    """The number of equal items at the start."""
-    return sum(takewhile(bool, map(eq, one, other)))
-
-
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl", "qwen3.5-vl"))
-@pytest.mark.parametrize("tokens", [None, 5])
-def test_output_is_the_same_beside_other_requests_and_in_chunks(
-    model: str, tokens: int | None
-) -> None:
-    generator = engine(model)
-    if tokens:
-        in_small_chunks(generator, tokens)
-    items = [
-        request("No picture here, but a number of words."),
-        request("What is ", ONE, "here?"),
-        request(LONG, TALL, " and of ", ONE, "now", n=2),
-        request("Nor here."),
-        request(OTHER, "this?"),
-    ]
-    served, driver = serve(generator, items, seed=1)
-    assert_generated(model, served)
-    assert bool(driver.partial) == bool(tokens)
-
-
-@pytest.mark.parametrize(
-    "model", matrix([name for name in FAMILIES if name != "qwen3.5-vl"], "qwen2.5-vl")
-)
-def test_prefix_cache_is_shared_by_equal_images_only(model: str) -> None:
-    generator = engine(model)
-    question = "What are these, and what are they for? "
-    known: list[Sequence[Content]] = []
-    questions = ((ONE, ""), (OTHER, ""), (ONE, " And more?"), (OTHER, " And more?"), (ONE, ""))
-    for number, (image, more) in enumerate(questions):
-        item = request(question, image, " Tell me what you see here, please!" + more)
-        served, driver = serve(generator, [item])
-        assert_generated(model, served)
-        contents = prompt_of(served[0]).contents
-        shared = max((shared_prefix(contents, other) for other in known), default=0)
-        assert driver.total("cached_tokens") == min(shared, len(contents) - 1) // BLOCK * BLOCK
-        if number == 1:
-            assert shared <= prompt_of(served[0]).spans[0][0]
-        if number == 4:
-            assert shared == len(contents)
-        known.append(contents)
-
-
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl", "qwen3.5-vl"))
-def test_preempted_questionscontinue_with_the_same_output(model: str) -> None:
-    generator = engine(model, blocks=22)
-    items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
-    served, driver = serve(generator, items)
-    assert driver.total("preempted")
-    assert_generated(model, served)
-
-
-def test_equal_images_are_encoded_once() -> None:
-    generator = engine("qwen2-vl")
-    items = [request(f"Number {n} ", ONE, " and ", ONE) for n in range(3)]
-    serve(generator, items)
-    assert encoder_scheduler(generator).encoder.tiles_encoded == 1
+    monkeypatch.setattr(Processor, "process_media", recorded)
+    return threads
 
 
 @pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
-def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_cached_image_is_not_decoded_again(model: str, processed: list[str]) -> None:
     """It does not wait for images that are being decoded. Only new images beside it are decoded."""
     generator = engine(model)
     serve(generator, [request("What is ", TALL, "here?")])
-    encoder, processed, original = encoder_scheduler(generator).encoder, [], Processor.process_media
+    encoder = encoder_scheduler(generator).encoder
     tiles_encoded = encoder.tiles_encoded
-
-    def process_media(
-        self: Processor, kind: Any, image: Any, digest: bytes, *args: Any
-    ) -> MediaFeatures:
-        processed.append(digest)
-        return original(self, kind, image, digest, *args)
-
-    monkeypatch.setattr(Processor, "process_media", process_media)
+    processed.clear()
     assert generator.input_processor.media_preprocessor
     assert generator.input_processor.media_preprocessor.memory_limiter.start_decoding(False)
     once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
@@ -149,7 +79,6 @@ def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, mode
     assert (encoder.tiles_encoded, processed) == (tiles_encoded, [])
     beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
     assert len(processed) == 1
-    monkeypatch.undo()
     assert_generated(model, [*once_more, *beside])
 
 
@@ -157,57 +86,17 @@ def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, mode
     ("namespaces", "processes"), [((b"one", b"one"), 1), ((b"one", b"two"), 2)]
 )
 def test_cached_image_is_shared_within_a_cache_namespace_only(
-    monkeypatch: pytest.MonkeyPatch, namespaces: Sequence[bytes], processes: int
+    namespaces: Sequence[bytes], processes: int, processed: list[str]
 ) -> None:
     """Response times do not reveal images of other clients."""
-    generator, processed, original = engine("smolvlm"), [], Processor.process_media
-
-    def process_media(self: Processor, image: Any, *args: Any) -> MediaFeatures:
-        processed.append(image)
-        return original(self, image, *args)
-
-    monkeypatch.setattr(Processor, "process_media", process_media)
-    encoded = []
+    generator, encoded = engine("smolvlm"), []
+    processed.clear()
     for namespace in namespaces:
         before = encoder_scheduler(generator).encoder.tiles_encoded
         serve(generator, [request("What is ", ONE, cache_namespace=namespace)])
         encoded.append(encoder_scheduler(generator).encoder.tiles_encoded - before)
     assert len(processed) == processes
     assert [bool(count) for count in encoded] == [True, processes > 1]
-
-
-def test_image_is_decoded_once_while_its_grammar_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator, item, decoded = engine("smolvlm"), request(ONE), 0
-    item.payload = replace(item.payload, constraint=Constraint("regex", "[a-c]{7}", "regex"))
-    preprocessor = generator.input_processor.media_preprocessor
-    assert preprocessor
-    features = preprocessor._features
-
-    def counted(image: MediaInput, digest: bytes, is_wanted: IsWanted) -> MediaFeatures:
-        nonlocal decoded
-        decoded += 1
-        return features(image, digest, is_wanted)
-
-    monkeypatch.setattr(preprocessor, "_features", counted)
-    with pytest.raises(Pending):
-        generator.prepare(item)
-    prepare(generator, item)
-    assert decoded == 1
-
-
-def test_evicted_image_is_encoded_again() -> None:
-    generator = engine("smolvlm")
-    driver, rows = Driver(generator), encoder_scheduler(generator).encoder.cache.rows
-    driver.add(request("What is ", TALL, "here?"))
-    driver.finish()
-    later = driver.add(request("Once more: ", TALL))
-    assert not any(item.is_complete for item in prompt_of(later).processed().items)
-    rows.max_bytes = 0
-    rows.put(b"last", {}, 0)
-    driver.finish()
-    assert_generated("smolvlm", [later])
 
 
 def test_tiles_of_an_image_are_encoded_one_per_step_while_a_sequence_runs() -> None:
@@ -261,23 +150,16 @@ def test_cache_of_encoder_rows_is_limited() -> None:
     ]  # fmt: skip
 
 
-def test_preempted_prompt_is_encoded_again_after_eviction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_preempted_prompt_is_encoded_again_after_eviction(processed: list[str]) -> None:
     generator = engine("qwen2-vl", blocks=22)
     encoder_scheduler(generator).encoder.cache.rows.max_bytes = 0
     items = [request("One ", png(n), "or two", max_tokens=40 + n) for n in range(6)]
-    driver, original, threads = Driver(generator), Processor.process_media, set()
+    driver = Driver(generator)
     served = [driver.add(item) for item in items]
-
-    def process_media(self: Processor, *args: Any) -> MediaFeatures:
-        threads.add(threading.current_thread().name.partition("_")[0])
-        return original(self, *args)
-
-    monkeypatch.setattr(Processor, "process_media", process_media)
+    processed.clear()
     driver.finish()
     assert driver.total("preempted")
-    assert threads == {"media"}  # never the thread that steps
+    assert {*processed} == {"media"}  # never the thread that steps
     assert_generated("qwen2-vl", served)
 
 
@@ -321,36 +203,6 @@ def test_prompt_logprobs_with_images_equal_the_models_own(model: str) -> None:
     assert first is None
     assert logprobs == pytest.approx(scored(model, with_image), abs=1e-3)
     assert_generated(model, [with_image, beside])
-
-
-# Without a cache LLaVA generates "<image>" here, which stands for no image.
-CACHED = [
-    (model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm", *tiny_multimodal.UNPAGED)
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "caches_media"),
-    matrix(
-        [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
-        ("gemma3", True),
-    ),
-)
-def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_media: bool) -> None:
-    generator = unpaged(model)
-    runner = generator.runner
-    assert isinstance(runner, MultimodalCachedRunner)
-    assert runner.caches_media
-    runner.caches_media = caches_media
-    items = [
-        request("No picture here, but a number of words."),
-        request("What is ", ONE, "here?"),
-        request(LONG, TALL, " and of ", ONE, "now", n=2),
-        request(OTHER, "this?"),
-    ]
-    served, _ = serve(generator, items, seed=2)
-    runner.caches_media = True
-    assert_generated(model, served)
 
 
 def test_wrong_steps_on_a_cache_with_images_are_refused() -> None:
@@ -450,11 +302,7 @@ def test_layers_that_are_replaced_are_freed(
         pack_weights(language, *arguments)
 
     monkeypatch.setattr(LanguageModel, "pack_weights", recorded)
-    folder = str(tiny_multimodal.folder("qwen2.5-vl"))
-    options = GeneratorOptions(
-        folder, dtype="float32", device="cpu", kv_cache_gb=0.01, quantization=quantization
-    )
-    generator = load_generator(options)
+    generator = load(tiny_multimodal.folder("qwen2.5-vl"), quantization=quantization)
     runner_of(generator)._use_native_ops()
     gc.collect()
     kept = {*generator.runner.language.model.modules()}

@@ -1,8 +1,7 @@
 """A text and images give the output of the checkpoint's own processor, one image at a time."""
 
 import json
-import threading
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.utils.import_utils import is_torchvision_available
 from batching.errors import InvalidInput
 from tests import tiny_multimodal
 from tests.matrix import matrix
+from tests.threads import run_together
 from tests.tiny import SMALL, hf
 from tests.tiny_multimodal import VISION
 from tests.tiny_tokenizers import llama_tokenizer
@@ -135,11 +135,7 @@ def test_threads_share_one_processor() -> None:
             if (got.ids, spans(got)) != (once.ids, spans(once)):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=work, args=[n]) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(work, n) for n in expected))
     assert not wrong
 
 

@@ -5,18 +5,16 @@ import random
 import threading
 import weakref
 from collections.abc import Sequence
-from timeit import repeat
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from batching.block_pool import BlockPool
 from batching.sequence import Batch, Span
 from tests.matrix import matrix
-from tests.threads import compute_threads
+from tests.threads import compute_threads, run_together
 from tests.unit.test_paged_attention import CASES, LATENT, Case, check, mixes, name
-from worker.backends.cuda.cuda_graphs import RowsMetadata
 from worker.backends.native_attention import NativeMetadata
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import attend, forward_context
@@ -222,29 +220,5 @@ def test_steps_of_two_threads_are_independent() -> None:
             meet.wait(60)
         assert bool((cache.keys[0][number, :5] == number).all())
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(run, 0), partial(run, 1))
     assert [float(outputs[number].mean()) for number in (0, 1)] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("kind", ["native", "rows"])
-def test_block_tables_are_copied_as_arrays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool's table is faster than a list of the same numbers."""
-    blocks, rows = 2000, 30
-    table = BlockPool(blocks, 1).open(range(blocks), [])
-    assert table is not None
-    cache = KVCache([LayerShape(1, 1, 1)], 1, torch.float32, torch.device("cpu"))
-    captured = RowsMetadata(cache, rows, blocks)
-
-    def seconds(table: Sequence[int]) -> float:
-        batch = Batch([Span(table, BLOCK * blocks - 1, 1)] * rows, [1] * rows, range(rows))
-        fill = {
-            "native": lambda: NativeMetadata(cache, batch),
-            "rows": lambda: captured.fill(batch, rows, 0),
-        }
-        return min(repeat(fill[kind], number=1, repeat=5))
-
-    assert seconds(table.blocks) * 3 < seconds(list(table.blocks))

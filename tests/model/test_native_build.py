@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch._inductor import cpp_builder
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from tests.threads import run_together
 from worker.backends import native_attention as native
 from worker.backends.native_attention import library_folder, library_path
 
@@ -46,11 +47,7 @@ def write_compiler(script: Path, before: str) -> None:
 
 
 def test_the_library_is_linked_from_parts_and_built_once(compiler: Path) -> None:
-    threads = [threading.Thread(target=library_path, args=(True,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*[partial(library_path, True)] * 2)
     path = library_path(build=False)
     assert sorted((compiler.parent / "built").read_text().split()) == [
         "library.so", "part0.o", "part1.o",

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
 from tests.generating import built
 from tests.matrix import matrix
 from worker.backends.native_recurrent import use_native_recurrence
-from worker.backends.recurrent import PackedStates
 from worker.device.self_check import CannotRun
-from worker.model.attention.kv_cache import KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.paging import PagingCheck
 
@@ -153,12 +150,3 @@ def test_rows_and_slots_outside_are_refused(operation: Any, shape: Any) -> None:
             operation(slice(None), torch.zeros(4, *shape), [segment])
     with pytest.raises(RuntimeError, match="of 50"):
         operation(slice(None), torch.zeros(4, *shape), [[0, 9, -1, 0], [8, 2, -1, 1]])
-
-
-def test_rows_of_prompts_are_told_from_those_of_generated_tokens() -> None:
-    first, second = Sequence([1] * 5, max_tokens=9), Sequence([1] * 2, max_tokens=9)
-    first.extend([2, 3])  # it was preempted and runs again
-    second.extend([4])
-    batch = Batch.from_chunks([Chunk(first, 3, 4), Chunk(second, 2, 1, drafts=(5, 6))])
-    states = PackedStates([], KVCache([], 0, torch.float32, CPU, [], 1), batch)
-    assert states.prompt_rows.tolist() == [True, True, *[False] * 5]

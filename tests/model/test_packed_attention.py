@@ -2,9 +2,9 @@
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.parity import assert_same, item, runner, serve
+from tests.threads import run_together
 from tests.tiny_tokenizers import SENTENCES
 from worker.backends.cuda import varlen
 from worker.device.self_check import TOLERANCE, CannotRun
@@ -207,9 +208,7 @@ def test_few_texts_of_all_lengths_share_a_call_on_a_gpu() -> None:
 
 
 def enable_native_kernels(packing: Packing) -> None:
-    thread = threading.Thread(target=_enable_native_kernels, args=(packing,))
-    thread.start()
-    thread.join()
+    run_together(partial(_enable_native_kernels, packing))
 
 
 def test_torch_attention_serves_where_there_is_no_compiler(
@@ -226,15 +225,6 @@ def test_torch_attention_serves_where_there_is_no_compiler(
     assert [record.message for record in caplog.records] == [
         "native attention disabled, using torch: no compiler here"
     ]
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_tiny_models_give_different_outputs_for_different_inputs(name: str) -> None:
-    """Without this the other tests could not fail."""
-    model = fresh_model(name)
-    rows = random_rows(model, load(name).pipe.tokenizer, [12, 12])
-    one, other = own_outputs(model, rows, [12, 12])
-    assert relative_error(one, other) > 0.01
 
 
 @pytest.mark.parametrize("name", sorted(NOT_PACKED))
@@ -255,13 +245,24 @@ def test_models_that_do_not_pack_report_why_and_give_correct_outputs(name: str) 
 # ── errors that the check at load detects ──
 
 
-def group_with(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def regrouped(change: Callable[[Any], Any]) -> Patch:
     original = packing_module._group
-    patch.setattr(packing_module, "_group", lambda *args: replace(original(*args), **changes))
+    return lambda patch: patch.setattr(
+        packing_module, "_group", lambda *args: change(original(*args))
+    )
 
 
-def padding_is_attended(patch: pytest.MonkeyPatch) -> None:
-    group_with(patch, key_mask=None)
+def masked(change: Callable[[int, bool], tuple[int, bool]]) -> Patch:
+    """`change` maps the width of a window, and whether later tokens are hidden."""
+    original = packing_module._band_mask
+    return lambda patch: patch.setattr(
+        packing_module,
+        "_band_mask",
+        lambda group, width, causal, device: original(group, *change(width, causal), device),
+    )
 
 
 def sequences_attend_to_each_other(patch: pytest.MonkeyPatch) -> None:
@@ -271,39 +272,6 @@ def sequences_attend_to_each_other(patch: pytest.MonkeyPatch) -> None:
         return replace(plan, groups=one_row.groups)
 
     patch.setattr(packing_module, "plan_batch", joined)
-
-
-def outputs_are_reordered(patch: pytest.MonkeyPatch) -> None:
-    original = packing_module._group
-
-    def reversed_group(*args: Any) -> Any:
-        group = original(*args)
-        return replace(group, scatter_index=group.scatter_index.flip(0))
-
-    patch.setattr(packing_module, "_group", reversed_group)
-
-
-def window_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    original = packing_module._band_mask
-    patch.setattr(packing_module, "_band_mask", lambda group, _, *rest: original(group, 0, *rest))
-
-
-def window_is_one_wider(patch: pytest.MonkeyPatch) -> None:
-    original = packing_module._band_mask
-    patch.setattr(
-        packing_module,
-        "_band_mask",
-        lambda group, width, *rest: original(group, (width or 98) + 1, *rest),
-    )
-
-
-def later_tokens_are_attended(patch: pytest.MonkeyPatch) -> None:
-    original = packing_module._band_mask
-    patch.setattr(
-        packing_module,
-        "_band_mask",
-        lambda group, width, _, device: original(group, width, False, device),
-    )
 
 
 def positions_are_not_packed(patch: pytest.MonkeyPatch) -> None:
@@ -317,21 +285,39 @@ def positions_are_not_packed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Packing, "_pack", pack_hidden_states_only)
 
 
-@pytest.mark.parametrize(
-    ("break_it", "models"),
-    [
-        (padding_is_attended, ["bert-mlm", "roberta-mlm", "modernbert-mlm"]),
-        (sequences_attend_to_each_other, ["bert-base", "electra-classify", "llama-classify"]),
-        (outputs_are_reordered, ["bert-ner", "gpt2-base"]),
-        (window_is_ignored, ["modernbert-mlm", "mistral-classify"]),
-        (window_is_one_wider, ["modernbert-mlm", "mistral-classify"]),
-        (later_tokens_are_attended, ["gpt2-base", "llama-classify"]),
-        (positions_are_not_packed, ["llama-classify", "modernbert-mlm"]),
-    ],
-)
+FAULTS: dict[str, tuple[Patch, Sequence[str]]] = {
+    "padding is attended": (
+        regrouped(lambda group: replace(group, key_mask=None)),
+        ["bert-mlm", "roberta-mlm", "modernbert-mlm"],
+    ),
+    "sequences attend to each other": (
+        sequences_attend_to_each_other,
+        ["bert-base", "electra-classify", "llama-classify"],
+    ),
+    "outputs are reordered": (
+        regrouped(lambda group: replace(group, scatter_index=group.scatter_index.flip(0))),
+        ["bert-ner", "gpt2-base"],
+    ),
+    "window is ignored": (
+        masked(lambda width, causal: (0, causal)),
+        ["modernbert-mlm", "mistral-classify"],
+    ),
+    "window is one wider": (
+        masked(lambda width, causal: ((width or 98) + 1, causal)),
+        ["modernbert-mlm", "mistral-classify"],
+    ),
+    "later tokens are attended": (
+        masked(lambda width, causal: (width, False)),
+        ["gpt2-base", "llama-classify"],
+    ),
+    "positions are not packed": (positions_are_not_packed, ["llama-classify", "modernbert-mlm"]),
+}
+
+
+@pytest.mark.parametrize(("break_it", "models"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_broken_packing_is_refused(
-    break_it: Callable[[pytest.MonkeyPatch], None], models: Sequence[str], dtype: torch.dtype
+    break_it: Patch, models: Sequence[str], dtype: torch.dtype
 ) -> None:
     for name in models:
         tokenizer, model = load(name).pipe.tokenizer, fresh_model(name, dtype)

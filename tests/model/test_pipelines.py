@@ -2,9 +2,7 @@
 
 import json
 import sys
-import threading
-from pathlib import Path
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from transformers import pipeline
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
-from worker.backends.cpu import linear
+from tests.threads import run_together
 from worker.backends.cpu.linear_layers import PackedLinear
 from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.engines.pipeline.runner import PipelineRunner
@@ -143,14 +141,7 @@ def test_concurrent_calls_with_and_without_truncation_get_their_own_ids() -> Non
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # switch threads as often as possible
-    threads = [
-        threading.Thread(target=prepare_many, args=arguments)
-        for arguments in ((long, True), (short, False))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(prepare_many, long, True), partial(prepare_many, short, False))
     sys.setswitchinterval(interval)
     assert not wrong, f"{len(wrong)} wrong results"
 
@@ -158,16 +149,6 @@ def test_concurrent_calls_with_and_without_truncation_get_their_own_ids() -> Non
 # ── generation ──
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
-
-
-def test_sampling_returns_num_return_sequences() -> None:
-    sample = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
-    results = serve(
-        runner("text-generation", "llama-lm"), [item(value, **sample) for value in TEXTS]
-    )
-    for result, prompt in zip(results, TEXTS, strict=True):
-        assert len(result) == 3
-        assert all(sequence["generated_text"].startswith(prompt) for sequence in result)
 
 
 def test_the_default_length_is_reduced_to_the_context_per_prompt() -> None:
@@ -195,27 +176,6 @@ def test_the_forward_of_an_item_can_be_repeated() -> None:
         run.prepare(one)
         results = [run.finish(one, run.forward([one.prepared])[0]) for _ in range(2)]
         assert results[0] == results[1]
-
-
-def test_a_short_text_runs_code_of_few_worker_files() -> None:
-    run, entered = runner("fill-mask", "bert-mlm"), set()
-
-    def record(frame: FrameType, event: str, argument: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(Path(linear.__file__).parents[2]):
-            entered.add(path.name)
-
-    one = item("the capital of [MASK] is paris")
-    sys.setprofile(record)
-    try:
-        run.prepare(one)
-        result = run.finish(one, run.forward([one.prepared])[0])
-    finally:
-        sys.setprofile(None)
-    entered.discard("compiling.py")  # whether a layer of transformers is traced, if it is imported
-    assert entered == {"runner.py", "packed_attention.py", "yield_points.py"}
-    checked = item("the capital of [MASK] is paris", top_k=5)  # parameters take the longer path
-    assert [json.loads(result)] == serve(run, [checked])
 
 
 def test_one_replica_is_copied_per_concurrent_thread() -> None:

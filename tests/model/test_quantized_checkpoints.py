@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from tests import tiny_decoders
-from tests.generating import generate, prompts, request, serve
+from tests import generating, tiny_decoders
+from tests.generating import generate, prompts, reference_of, request, serve
 from tests.matrix import matrix
 from tests.quantized import (
     COMPRESSED,
@@ -30,7 +29,6 @@ from tests.quantized import (
 )
 from worker.backends import quantization
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, checkpoint_path, needed_bytes
 
@@ -38,8 +36,7 @@ CPU = torch.device("cpu")
 
 
 def load(model: Path, **options: Any) -> GenerationEngine:
-    given: dict[str, Any] = {"dtype": "float32", "compile": "off", **options}
-    return load_generator(GeneratorOptions(str(model), device="cpu", kv_cache_gb=0.01, **given))
+    return generating.load(model, **{"compile": "off", **options})
 
 
 def refusal(model: Path, **options: Any) -> str:
@@ -51,16 +48,10 @@ def refusal(model: Path, **options: Any) -> str:
 def assert_served(generator: GenerationEngine, reference: Any) -> None:
     """Compare greedy outputs with those of transformers' own load, token for token."""
     assert generator.info.batching == "continuous", generator.info.why
-    reference.generation_config.eos_token_id = None
     asked = prompts(1, [3, 20, 41], count=1)
     served, _ = serve(generator, [request(prompt) for prompt in asked])
     for one, prompt in zip(served, asked, strict=True):
-        assert one.ids == generate(reference.eval(), [prompt], 12)
-
-
-def reference_of(folder: Path, **more: Any) -> Any:
-    auto: Any = AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **more)
+        assert one.ids == generate(reference, [prompt], 12)
 
 
 # ── what this environment does not have ──
@@ -158,25 +149,21 @@ def test_compressed_tensors_are_served_dequantized(tmp_path: Path) -> None:
     assert_served(load(folder), reference)
 
 
-GPTQ: list[dict[str, Any]] = [
-    {},
-    {"format": "gptq_v2"},
-    {"desc_act": True},
-    {"bits": 8, "group": 128},
-    {"bits": 2, "group": 32},
-]
-
-
-@pytest.mark.parametrize("options", GPTQ, ids=str)
-def test_gptq_is_served_dequantized_without_a_package(
-    options: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (write_gptq, {}),
+        (write_gptq, {"format": "gptq_v2"}),
+        (write_gptq, {"desc_act": True}),
+        (write_gptq, {"bits": 8, "group": 128}),
+        (write_gptq, {"bits": 2, "group": 32}),
+        (write_awq, {}),
+    ],
+)
+def test_gptq_and_awq_are_served_dequantized_without_a_package(
+    write: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder, weights = write_gptq(tmp_path / "model", **options)
-    assert_served(load(folder), with_weights(weights))
-
-
-def test_awq_is_served_dequantized_without_a_package(tmp_path: Path) -> None:
-    folder, weights = write_awq(tmp_path / "model")
+    folder, weights = write(tmp_path / "model", **options)
     assert_served(load(folder), with_weights(weights))
 
 
@@ -209,17 +196,10 @@ def test_only_int4_layers_need_the_grids_of_a_checkpoint(quantization: str, tmp_
     assert grids == (list(weights) if quantization == "int4" else [])
 
 
-@pytest.mark.parametrize("lost", ["scales", "qzeros"])
-def test_gptq_weights_without_a_part_are_refused(lost: str, tmp_path: Path) -> None:
-    folder, _ = write_gptq(tmp_path / "model")
-    stored = load_file(folder / "model.safetensors")
-    del stored[f"model.layers.0.mlp.up_proj.{lost}"]
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    assert refusal(folder).endswith("quantization_config or config.json: download it again")
-
-
-# of a layer's part, by what does not fit
-DAMAGE: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+# of a layer's part, by what does not fit; None: the part is missing
+DAMAGE: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None]]] = {
+    "no scales": ("scales", lambda x: None),
+    "no zeros": ("qzeros", lambda x: None),
     "group below 0": ("g_idx", lambda x: x - 1),
     "group above all": ("g_idx", lambda x: x + 1),
     "one group number": ("g_idx", lambda x: x[:1]),
@@ -231,21 +211,17 @@ DAMAGE: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", matrix(DAMAGE, "group below 0", "one group number"))
+@pytest.mark.parametrize("kind", matrix(DAMAGE, "no scales", "group below 0", "one group number"))
 def test_gptq_tensors_that_do_not_fit_together_are_refused(kind: str, tmp_path: Path) -> None:
     folder, _ = write_gptq(tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     part, damage = DAMAGE[kind]
     name = f"model.layers.0.mlp.up_proj.{part}"
-    stored[name] = damage(stored[name]).clone()
+    damaged = damage(stored.pop(name))
+    if damaged is not None:
+        stored[name] = damaged.clone()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     assert refusal(folder).endswith("quantization_config or config.json: download it again")
-
-
-def test_memory_for_gptq_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
-    folder = str(write_gptq(tmp_path / "model")[0])
-    whole = needed_bytes(str(DEMO), "bfloat16", CPU)
-    assert needed_bytes(folder, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
 
 
 @pytest.mark.parametrize("write", [write_gptq, write_awq])
@@ -323,13 +299,6 @@ def test_the_weights_of_a_gguf_file_can_be_quantized_again(tmp_path: Path) -> No
     assert generator.info.batching == "continuous", generator.info.why
 
 
-@needs("accelerate", "gguf")
-def test_memory_for_a_gguf_file_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
-    file = str(write_gguf(tmp_path / "demo.gguf", "Q4_0"))
-    whole = needed_bytes(str(DEMO), "bfloat16", CPU)
-    assert needed_bytes(file, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
-
-
 @needs("accelerate", "bitsandbytes")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["bnb-8bit", "bnb-4bit"])
@@ -340,7 +309,19 @@ def test_bitsandbytes_is_served_in_continuous_batches(kind: str, dtype: str) -> 
     assert len(served[0].ids[0]) == 12
 
 
-def test_memory_for_fp8_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
-    folder = str(write_fp8(tmp_path / "model"))
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: write_gptq(path)[0],
+        write_fp8,
+        pytest.param(
+            lambda path: write_gguf(path.with_suffix(".gguf"), "Q4_0"),
+            marks=needs("accelerate", "gguf"),
+        ),
+    ],
+    ids=["gptq", "fp8", "gguf"],
+)
+def test_needed_memory_is_that_of_the_dequantized_weights(write: Any, tmp_path: Path) -> None:
+    checkpoint = str(write(tmp_path / "model"))
     whole = needed_bytes(str(DEMO), "bfloat16", CPU)
-    assert needed_bytes(folder, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
+    assert needed_bytes(checkpoint, "bfloat16", CPU) == pytest.approx(whole, rel=0.1)

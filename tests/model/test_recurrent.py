@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from batching.state_pool import StatePool
 from tests import multimodal, tiny_decoders
@@ -17,13 +16,13 @@ from tests.generating import (
     greedy,
     loaded,
     prompts,
-    raw_logits,
     request,
     runner_of,
     serve,
 )
 from tests.matrix import matrix
 from tests.model.test_generation import FEATURES, LENGTHS, check_parity
+from tests.model.test_generation_answers import assert_scored
 from worker.backends.native_attention import NativeMetadata
 from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.messages.generation import Sampling
@@ -192,12 +191,7 @@ def test_prompts_and_outputs_are_scored_by_the_raw_distribution(model: str) -> N
     items = [request(tokens(n, n), SEEDED, echo=True) for n in (1, 40, 150)]
     served, _ = serve(engine(model), items, seed=2)
     for one in served:
-        ids = [*one.prompt, *one.ids[0]]
-        expected = torch.log_softmax(raw_logits(model, ids), -1)
-        entries = one.choices[0].logprobs
-        assert [entry.token_id for entry in entries] == ids
-        for index, entry in enumerate(entries[1:], 1):
-            assert entry.logprob == pytest.approx(float(expected[index - 1][ids[index]]), abs=2e-3)
+        assert_scored(one.choices[0].logprobs, [*one.prompt, *one.ids[0]], 0, 3, model)
 
 
 @pytest.mark.usefixtures("steps", "drafts")
@@ -230,7 +224,3 @@ def test_prefixes_with_equal_images_are_continued() -> None:
         cached.append(served.sequences[0].cached or 0)
     assert cached[0] == 0
     assert cached[1] > cached[2]
-
-
-def test_the_model_with_images_has_recurrent_layers() -> None:
-    assert multimodal.engine("qwen3.5-vl").runner.language.recurrent

@@ -17,12 +17,12 @@ from server.core.settings import Settings
 from server.lifespan import with_cause
 from server.web.examples import curl_examples
 from tests import tiny, tiny_chat, tiny_decoders
+from tests.generating import load
 from worker.engines.embedding.loading import ScoringOptions, load_embedder, load_reranker
-from worker.engines.generation.loading import load_generator
+from worker.engines.generation.engine import GenerationEngine
 from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.load_context import LoadContext, loading
 from worker.messages.generation import Chat
-from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -37,14 +37,8 @@ def copied(source: Path, folder: Path, without: tuple[str, ...] = (), **config: 
     return str(folder)
 
 
-def generator_options(model: str, **more: Any) -> GeneratorOptions:
-    return GeneratorOptions(
-        model, dtype="float32", device="cpu", kv_cache_gb=0.01, compile="off", **more
-    )
-
-
-def chat(model: str) -> object:
-    return load_generator(generator_options(model))
+def chat(model: str | Path, **more: Any) -> GenerationEngine:
+    return load(model, compile="off", **more)
 
 
 def pipeline(model: str) -> object:
@@ -167,7 +161,7 @@ def test_an_encoder_decoder_is_no_chat_model(family: str, tmp_path: Path) -> Non
 
 def test_a_base_model_serves_completions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = copied(tiny_chat.folder(), tmp_path / "model", without=("chat_template.jinja",))
-    generator = load_generator(generator_options(model))
+    generator = chat(model)
     assert not generator.info.has_chat_template
     assert "no chat template: use /v1/completions, or set CHAT_TEMPLATE" in caplog.text
     with pytest.raises(InvalidInput, match=r"or set CHAT_TEMPLATE=file\.jinja"):
@@ -180,11 +174,11 @@ def test_a_base_model_serves_completions(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_template_file_is_inferred_like_the_checkpoints_own(tmp_path: Path) -> None:
-    own = load_generator(generator_options(str(tiny_chat.folder())))
+    own = chat(tiny_chat.folder())
     model = copied(tiny_chat.folder(), tmp_path / "model", without=("chat_template.jinja",))
     file = tmp_path / "file.jinja"
     file.write_text(tiny_chat.TEMPLATE)
-    generator = load_generator(generator_options(model, chat_template=str(file)))
+    generator = chat(model, chat_template=str(file))
     assert generator.info.has_chat_template
     inferred, expected = (
         engine.input_processor.template.output_format for engine in (generator, own)
@@ -200,10 +194,8 @@ def test_a_template_file_is_inferred_like_the_checkpoints_own(tmp_path: Path) ->
     [("llama", "keys and values need"), ("qwen3.5", "states"), ("bloom", "own cache needs")],
 )
 def test_a_cache_that_holds_no_sequence_is_refused_by_its_setting(model: str, needs: str) -> None:
-    folder = str(tiny_decoders.folder(model))
-    options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=1e-6)
     with pytest.raises(LoadingFailed, match=f"^KV_CACHE_GB is too small: .*{needs}.* for 0.0 MB$"):
-        load_generator(options)
+        load(tiny_decoders.folder(model), kv_cache_gb=1e-6)
 
 
 @pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "intermediate_size"])

@@ -166,22 +166,6 @@ def test_vectors_are_equal_when_steps_run_ahead(
     assert not paged(embedder).scheduler.pool.used
 
 
-@pytest.mark.parametrize("name", ["lasttoken", "mean"])
-def test_a_head_reads_the_last_state_alone_where_that_is_enough(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": name}))
-    forward, read = paged(embedder).runner.forward, []
-
-    def counting(batch: Any, sampled: Any) -> Any:
-        read.append(len(batch.rows))
-        return forward(batch, sampled)
-
-    monkeypatch.setattr(paged(embedder).runner, "forward", counting)
-    embed(embedder, TEXTS)
-    assert read == [len(TEXTS) if name == "lasttoken" else item_of(embedder, *TEXTS).tokens]
-
-
 @pytest.mark.usefixtures("native")
 def test_a_vector_does_not_depend_on_the_other_texts_of_a_step(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3-base", pooling={}, layers=("Dense",))
@@ -241,18 +225,3 @@ def test_api_keys_and_cache_salts_share_no_prefixes(
                         ran.append(sum(steps))
             assert ran[0] == ran[2] == ran[4]
             assert ran[1] == ran[3] == ran[5] < ran[0]
-
-
-def test_long_texts_are_embedded_over_many_steps(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "lasttoken"})
-    texts = [LONG, "hello", LONG[2:]] * 12
-    with serving(embedding_model=str(folder)) as server:
-        whole = post(server, "/embed", {"inputs": texts}).json()
-        model: Any = server.worker_client.models["embedding"]
-        model.engine.clear()
-        model.engine._budget.prompt_tokens = lambda *_: 40
-        np.testing.assert_allclose(
-            post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5
-        )
-        assert not model.engine.scheduler.pool.used
-        assert not model.engine.busy

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.overrides import TorchFunctionMode
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
@@ -23,6 +22,7 @@ from tests.transcribing import (
     saved,
     tokens_of,
     transcribed,
+    transcript,
 )
 from worker.engines.speech.whisper import LogitsRules
 from worker.messages.transcription import TranscriptionInput
@@ -54,13 +54,13 @@ LENGTHS = {"one window": 2.0, "several windows": 7.3, "several blocks": 70.0}
 @pytest.mark.parametrize("seconds", matrix(LENGTHS.values(), 7.3), ids=LENGTHS)
 def test_recording_gives_the_tokens_of_generate(tmp_path: Path, seconds: float) -> None:
     samples = noise(seconds)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(saved(tmp_path, samples))])
+    deltas = transcript(saved(tmp_path, samples))
     assert tokens_of(deltas) == segment_tokens(generated(samples))
 
 
 def test_silence_after_a_short_recording_adds_no_segment(tmp_path: Path) -> None:
     samples = noise(0.7)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(saved(tmp_path, samples))])
+    deltas = transcript(saved(tmp_path, samples))
     tokens = tokens_of(deltas)
     assert tokens == segment_tokens(generated(samples))[: len(tokens)]
     assert max(delta.segment.end for delta in deltas if delta.segment) <= 0.7
@@ -100,7 +100,7 @@ def test_language_and_task_of_the_request_are_used(
 ) -> None:
     samples = noise(3.0)
     path = saved(tmp_path, samples)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(path, task, language)])
+    deltas = transcript(path, task=task, language=language)
     assert tokens_of(deltas) == segment_tokens(generated(samples, language=language, task=task))
     assert deltas[0].language == {"en": "english"}.get(language, "german")
 
@@ -111,7 +111,7 @@ def test_detected_language_is_that_of_generate(tmp_path: Path) -> None:
         samples = noise(2.0, seed)
         features = extractor(samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
         [token] = model.detect_language(features).tolist()
-        [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(saved(tmp_path, samples))])
+        deltas = transcript(saved(tmp_path, samples))
         assert (
             model.generation_config.lang_to_id[f"<|{TO_LANGUAGE_CODE[deltas[0].language]}|>"]
             == token
@@ -127,7 +127,7 @@ def test_english_model_rejects_other_languages_and_translation(
     monkeypatch.delattr(config, "task_to_id")
     samples = noise(3.0)
     path = saved(tmp_path, samples)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(path, language="english")])
+    deltas = transcript(path, language="english")
     tokens, expected = tokens_of(deltas), segment_tokens(generated(samples, task=None))
     assert tokens == expected[: len(tokens)]
     blank = [token for token in expected[len(tokens) :] if token < END]  # a segment without text
@@ -143,10 +143,10 @@ def test_english_model_rejects_other_languages_and_translation(
 def test_prompt_is_the_context_of_every_window(tmp_path: Path) -> None:
     samples, prompt = noise(5.0), "Sir Ada and"
     path = saved(tmp_path, samples)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(path, prompt=prompt)])
+    deltas = transcript(path, prompt=prompt)
     ids = checkpoint(WHISPER).tokenizer.get_prompt_ids(prompt, return_tensors="pt")
     assert tokens_of(deltas) == segment_tokens(generated(samples, prompt_ids=ids))
-    [without] = transcribed(new_speech_engine(), [TranscriptionInput(path)])
+    without = transcript(path)
     assert tokens_of(deltas) != tokens_of(without)
 
 
@@ -158,9 +158,9 @@ def test_earlier_windows_are_context_if_the_checkpoint_enables_it(
     monkeypatch.setattr(config, "prev_sot_token_id", before, raising=False)
     samples, prompt = noise(9.0), "Sir Ada and"
     path = saved(tmp_path, samples)
-    [without] = transcribed(new_speech_engine(), [TranscriptionInput(path, prompt=prompt)])
+    without = transcript(path, prompt=prompt)
     monkeypatch.setattr(config, "condition_on_prev_tokens", True, raising=False)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(path, prompt=prompt)])
+    deltas = transcript(path, prompt=prompt)
     ids = checkpoint(WHISPER).tokenizer.get_prompt_ids(prompt, return_tensors="pt")
     assert tokens_of(deltas) == segment_tokens(generated(samples, prompt_ids=ids))
     assert tokens_of(deltas) != tokens_of(without)
@@ -169,7 +169,7 @@ def test_earlier_windows_are_context_if_the_checkpoint_enables_it(
 def test_words_have_the_token_times_of_generate(tmp_path: Path) -> None:
     samples = noise(5.0)
     path = saved(tmp_path, samples)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(path, words=True)])
+    deltas = transcript(path, words=True)
     output = generated(samples, return_token_timestamps=True)
     for delta, expected in zip(deltas, output["segments"][0], strict=True):
         assert delta.segment is not None
@@ -200,57 +200,24 @@ def test_improbable_text_is_retried_at_a_higher_temperature(
 ) -> None:
     monkeypatch.setattr(checkpoint(WHISPER).model.generation_config, "logprob_threshold", -0.01)
     path = saved(tmp_path, noise(2.0))
-    [first] = transcribed(new_speech_engine(), [TranscriptionInput(path)])
-    [again] = transcribed(new_speech_engine(), [TranscriptionInput(path)])
-    [fixed] = transcribed(new_speech_engine(), [TranscriptionInput(path, temperature=0.3)])
+    first = transcript(path)
+    again = transcript(path)
+    fixed = transcript(path, temperature=0.3)
     assert {d.segment.temperature for d in first if d.segment} == {1.0}
     assert {d.segment.temperature for d in fixed if d.segment} == {0.3}
     assert first == again
-
-
-class ReadCounter(TorchFunctionMode):
-    """Counts the calls that read a tensor's values: on a GPU each waits for the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(function, "__name__", "")
-        self.reads += name in ("tolist", "item", "cpu", "__int__", "__float__", "__bool__")
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_step_of_windows_reads_its_tokens_once(tmp_path: Path) -> None:
-    """Their number and their temperatures do not matter."""
-    engine = new_speech_engine()
-    for number, temperature in enumerate((0.0, 0.4, 0.8)):
-        path = saved(tmp_path, noise(2.0, number), f"{number}.wav")
-        engine.add(prepared(engine, TranscriptionInput(path, temperature=temperature)))
-    running = engine.runner.running
-    while len(running) < 3:
-        engine.step()
-    assert {window.temperature for window in running} == {0.0, 0.4, 0.8}
-    before = [len(window.tokens) for window in running]
-    with ReadCounter() as counter:
-        engine.runner.step(running)
-    assert [len(window.tokens) for window in running] == [count + 1 for count in before]
-    assert counter.reads == 2  # the other one is of ids on the host, by the timestamp rules
 
 
 def test_silence_gives_an_empty_transcript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = checkpoint(WHISPER).model.generation_config
     monkeypatch.setattr(config, "logprob_threshold", 0.0)
     monkeypatch.setattr(config, "no_speech_threshold", -1.0)
-    [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(saved(tmp_path, noise(5.0)))])
+    deltas = transcript(saved(tmp_path, noise(5.0)))
     assert [(delta.text, delta.segment, delta.seconds) for delta in deltas] == [("", None, 5.0)]
 
 
 def test_logprobs_have_the_bytes_of_split_characters(tmp_path: Path) -> None:
-    payload = TranscriptionInput(saved(tmp_path, noise(5.0)), logprobs=True)
-    [deltas] = transcribed(new_speech_engine(), [payload])
+    deltas = transcript(saved(tmp_path, noise(5.0)), logprobs=True)
     shared = 0
     for delta in deltas:
         data = b"".join(token.raw for token in delta.logprobs)

@@ -32,6 +32,14 @@ def payloads(folder: Path, *seconds: float) -> list[TranscriptionInput]:
     ]
 
 
+def added(engine: SpeechEngine[Any], folder: Path, *seconds: float) -> list[SpeechItem[Any]]:
+    """Add recordings of these lengths."""
+    items = [prepared(engine, payload) for payload in payloads(folder, *seconds)]
+    for item in items:
+        engine.add(item)
+    return items
+
+
 def finish(engine: SpeechEngine[Any], items: Sequence[Any]) -> dict[Any, Any]:
     """The deltas of each item, or its error."""
     results: dict[Any, Any] = {item: [] for item in items}
@@ -45,9 +53,7 @@ def finish(engine: SpeechEngine[Any], items: Sequence[Any]) -> dict[Any, Any]:
 
 def test_cancelled_recording_is_dropped_in_the_next_step(tmp_path: Path) -> None:
     engine = new_speech_engine()
-    items = [prepared(engine, payload) for payload in payloads(tmp_path, 40.0, 2.0)]
-    for item in items:
-        engine.add(item)
+    items = added(engine, tmp_path, 40.0, 2.0)
     for _ in range(5):
         engine.step()
     assert len(engine.runner.running) == 2
@@ -63,9 +69,7 @@ def test_rows_are_limited_and_recordings_alternate(
 ) -> None:
     engine = new_speech_engine()
     monkeypatch.setattr(engine.runner, "max_rows", 2)
-    items = [prepared(engine, payload) for payload in payloads(tmp_path, 30.0, 30.0, 2.0)]
-    for item in items:
-        engine.add(item)
+    items = added(engine, tmp_path, 30.0, 30.0, 2.0)
     max_running, finished = 0, []
     while engine.busy:
         outcome = engine.step()
@@ -104,9 +108,7 @@ def test_window_that_raises_fails_its_recording_only(
 
 def test_clear_frees_all_rows(tmp_path: Path) -> None:
     engine = new_speech_engine()
-    items = [prepared(engine, payload) for payload in payloads(tmp_path, 5.0, 2.0)]
-    for item in items:
-        engine.add(item)
+    items = added(engine, tmp_path, 5.0, 2.0)
     for _ in range(4):
         engine.step()
     assert engine.clear() == items

@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
-import torch
 
 from batching.errors import ItemFailed
 from tests import tiny_decoders
 from tests.generating import (
-    ORDINARY,
     Driver,
     assert_greedy,
+    built,
     engine,
     greedy,
     prompts,
@@ -19,16 +18,13 @@ from tests.generating import (
     serve,
 )
 from worker.backends.cached_runner import CachedRunner
-from worker.device.async_copy import fill_placeholders
 from worker.engines.generation import engine as module
 from worker.engines.generation.engine import GenerationEngine
 from worker.engines.generation.loading import cached_engine
-from worker.engines.generation.output import SequenceOutput
-from worker.engines.generation.speculation import NgramDrafter
 from worker.messages.generation import Sampling
 from worker.model import sampler
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.model.language_model import GeneratorOptions
 from worker.model.sampler import SamplerOutput
 
 
@@ -42,9 +38,7 @@ def engine_ahead(**options: Any) -> GenerationEngine:
 
 
 def cached() -> GenerationEngine:
-    torch.manual_seed(1)
-    model, tokenizer = tiny_decoders.BUILDERS["llama"]()
-    runner = CachedRunner(LanguageModel("llama", model.eval(), tokenizer))
+    runner = CachedRunner(built("llama", tiny_decoders.BUILDERS["llama"]))
     return cached_engine(runner, GeneratorOptions("", speculation="off"), "")
 
 
@@ -58,27 +52,6 @@ def count_widths(generator: GenerationEngine) -> list[int]:
 
     generator.runner.forward = count  # type: ignore[method-assign]
     return widths
-
-
-def test_a_step_is_launched_before_the_last_ones_results_are_processed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator, order = engine_ahead(), list[str]()
-    forward, push = generator.runner.forward, SequenceOutput.push
-
-    def launched(*arguments: Any) -> Any:
-        order.append("launched")
-        return forward(*arguments)
-
-    def pushed(output: SequenceOutput, *arguments: Any) -> None:
-        order.append("text")
-        push(output, *arguments)
-
-    monkeypatch.setattr(generator.runner, "forward", launched)
-    monkeypatch.setattr(SequenceOutput, "push", pushed)
-    [served], _ = serve(generator, [request(list(ORDINARY[:5]), max_tokens=4)])
-    assert order == ["launched", "launched", "text"] * 1 + ["launched", "text"] * 2 + ["text"]
-    assert_greedy("llama", [served], 4)
 
 
 @pytest.mark.parametrize("stop_index", [3, 8])
@@ -104,37 +77,6 @@ def test_tokens_beyond_a_stop_are_neither_delivered_nor_cached(
     again, later = serve(generator, [request([*prompt, *tokens[: stop_index + 1]], max_tokens=6)])
     assert later.total("cached_tokens") == BLOCK
     assert_greedy("llama", again, 6)
-
-
-def test_a_request_cancelled_while_a_step_is_in_flight_gets_nothing_of_it() -> None:
-    generator = engine_ahead()
-    driver = Driver(generator)
-    stays, leaves = (driver.add(request(p, max_tokens=12)) for p in prompts(4, (20,), count=2))
-    for _ in range(4):
-        driver.step()
-    leaves.item.open = False
-    delivered = leaves.deltas[0].tokens
-    driver.finish()
-    assert leaves.deltas[0].tokens == delivered
-    assert_greedy("llama", [stays], 12)
-
-
-def test_a_prompt_cancelled_in_flight_counts_in_the_steps_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else the time of decoding would be learned from it."""
-    generator, learned = engine_ahead(), list[tuple[int, int]]()
-    driver = Driver(generator)
-    monkeypatch.setattr(generator._budget.times, "learn", lambda *step: learned.append(step[:2]))
-    driver.add(request(list(ORDINARY[:5]), max_tokens=4))
-    driver.step()
-    leaves = driver.add(request(prompts(4, (20,), count=1)[0], max_tokens=4))
-    driver.step()
-    leaves.item.open = False
-    driver.finish()
-    assert learned[:2] == [(5, 0), (20, 1)]
-    assert not any(prompt for prompt, _ in learned[2:])
-    assert driver.total("prefill_tokens") == 5
 
 
 @pytest.mark.parametrize("paged", [True, False])
@@ -207,31 +149,3 @@ def test_a_forward_that_raises_keeps_the_tokens_in_flight() -> None:
     assert calls[:4] == [3, 1, 2, 1]
     assert isinstance(served[1].error, ItemFailed)
     assert_greedy("llama", [served[0], served[2]], 12)
-
-
-def test_a_drafter_runs_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts end with an n-gram that they repeat, the outputs do not."""
-    generator, drafters = engine("llama"), list[NgramDrafter]()
-    draft = NgramDrafter.draft
-
-    def recorded(drafter: NgramDrafter, *arguments: Any) -> tuple[int, ...]:
-        drafters.append(drafter)
-        return draft(drafter, *arguments)
-
-    monkeypatch.setattr(NgramDrafter, "draft", recorded)
-    driver, total = Driver(generator), 0
-    texts = [[*text, *text[5:8]] for text in prompts(4, (20,), count=3)]
-    served = [driver.add(request(text, max_tokens=12)) for text in texts]
-    while generator.busy:
-        driver.step()
-        assert len(set(drafters)) == len(drafters)
-        total += len(drafters)
-        drafters.clear()
-    assert total > 0
-    assert_greedy("llama", served, 12)
-
-
-def test_placeholders_are_filled_in_place() -> None:
-    ids, sampled = torch.tensor([[5, -1, -3, 0]]), torch.tensor([7, 8, -1])
-    assert fill_placeholders(ids, sampled).tolist() == [[5, 7, 0, 0]]
-    assert fill_placeholders(ids, None) is ids

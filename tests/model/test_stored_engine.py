@@ -165,15 +165,13 @@ def test_other_weights_read_nothing(stored: Callable[..., StoredEngine]) -> None
         bias -= 1e-3
 
 
+@pytest.mark.parametrize("forms", [{"": b"another compilation"}, {}], ids=["another", "unknown"])
 def test_another_form_reads_nothing(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    forms: dict[str, bytes], stored: Callable[..., StoredEngine]
 ) -> None:
     prompt = first_turn(stored("llama"))
     generator = stored("llama")
-    generator._forms = {"": b"another compilation"}
-    assert turn(generator, request(prompt))[1].total("read_tokens") == 0
-    generator = stored("llama")
-    generator._forms = {}  # not known yet
+    generator._forms = forms
     assert turn(generator, request(prompt))[1].total("read_tokens") == 0
 
 
@@ -423,28 +421,18 @@ def test_of_many_sequences_that_wait_to_be_written_the_last_are(
     assert read == [n >= len(prompts) - limit for n in range(len(prompts))]
 
 
-def test_the_blocks_of_cancelled_requests_are_written(
-    stored: Callable[..., StoredEngine],
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_the_blocks_of_unfinished_requests_are_written_at_the_end(
+    is_cancelled: bool, stored: Callable[..., StoredEngine]
 ) -> None:
     generator = stored("llama")
     driver = Driver(generator)
-    cancelled = driver.add(request(PROMPT, max_tokens=60))
+    unfinished = driver.add(request(PROMPT, max_tokens=60))
     driver.step()
     driver.step()
-    cancelled.item.open = False
-    driver.finish()
-    generator.flush()
-    assert turn(stored("llama"), request([*PROMPT, *NEXT]))[1].total("read_tokens") > 100
-
-
-def test_the_blocks_of_running_requests_are_written_at_the_end(
-    stored: Callable[..., StoredEngine],
-) -> None:
-    generator = stored("llama")
-    driver = Driver(generator)
-    driver.add(request(PROMPT, max_tokens=60))
-    driver.step()
-    driver.step()
+    if is_cancelled:
+        unfinished.item.open = False
+        driver.finish()
     generator.flush()
     assert turn(stored("llama"), request([*PROMPT, *NEXT]))[1].total("read_tokens") > 100
 

@@ -578,16 +578,6 @@ def test_model_may_open_its_reasoning_before_its_answer(answer: str, effort: str
         assert choice.reasoning_tokens == 0
 
 
-def test_effort_sets_the_templates_variable() -> None:
-    template = engine().input_processor.template
-    chats: list[Any] = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
-    texts = [template.render(chat).text for chat in chats]
-    assert texts[0].endswith("<think>\n\n</think>\n\n")
-    assert texts[1].endswith("<|assistant|>")
-    explicit: Any = asking(effort="none", variables={"enable_thinking": True}).payload.prompt
-    assert template.render(explicit).text == texts[1]
-
-
 def test_budget_is_an_error_for_a_model_without_reasoning() -> None:
     with pytest.raises(InvalidInput, match="thinking_token_budget"):
         prepare(tiny_chat.plain_engine(), asking(max_tokens=9, thinking_tokens=3))
@@ -600,23 +590,12 @@ def test_budget_is_an_error_for_a_model_without_reasoning() -> None:
 def test_cached_runner_constrains_too() -> None:
     language = load_language_model(tiny_chat.options())
     generator = cached_engine(CachedRunner(language), GeneratorOptions(""), "asked to")
-    paged = [alone(item) for item in _both()]
-    items = _both()
-    for item in items:
-        prepare(generator, item)
-        generator.add(item)
-    texts: dict[Any, list[Any]] = {item: [] for item in items}
-    while generator.busy:
-        outcome = generator.step()
-        assert not any(error for _, error in outcome.done)
-        for receiver, output in outcome.deltas:
-            texts[receiver] += output.take_delta().parts
-    for item, one in zip(items, paged, strict=True):
-        joined = "".join(part.text for part in texts[item])
-        assert joined == "".join(part.text for part in one.choices[0].parts)
+    served, _ = serve(generator, both())
+    paged = [alone(item) for item in both()]
+    assert [one.choices[0].parts for one in served] == [one.choices[0].parts for one in paged]
 
 
-def _both() -> list[Request]:
+def both() -> list[Request]:
     return [
         asking("a", BUSY, constraint=schema("flat")),
         asking("b", BUSY, 40),

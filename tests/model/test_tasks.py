@@ -151,15 +151,6 @@ def test_an_error_names_the_given_value(value: Any, given: str) -> None:
         check_parameters("fill-mask", {"top_k": value})
 
 
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [("a, b", "must be a list of 1 to 512 strings"), ([], "must be a string or a list of 1 to")],
-)
-def test_labels_must_be_a_list_of_texts(labels: Any, words: str) -> None:
-    with pytest.raises(InvalidInput, match=words):
-        check_parameters("zero-shot-image-classification", {"candidate_labels": labels})
-
-
 def test_a_whole_number_becomes_a_float_where_any_number_is_valid() -> None:
     parameters = {"temperature": 1, "repetition_penalty": 2, "top_k": 3}
     check_parameters("text-generation", parameters)

@@ -29,7 +29,6 @@ from worker.engines.generation.text_pipeline import (
 from worker.engines.pipeline.engine import PipelineEngine
 from worker.engines.pipeline.loading import PipelineOptions
 from worker.engines.pipeline.runner import PipelineItem
-from worker.messages.protocol import StepReport
 from worker.model.language_model import GeneratorOptions
 from worker.model.sampler import SamplingParams
 
@@ -46,6 +45,7 @@ ON_ENGINE: list[dict[str, Any]] = [
     {**GREEDY, "min_new_tokens": 5},
     {**GREEDY, "num_beams": 1},
 ]
+DEFAULTS = '{"temperature": 0.3, "top_p": 0.9, "top_k": -1}'
 BY_GENERATE: list[dict[str, Any]] = [
     {**GREEDY, "num_beams": 3, "num_return_sequences": 2},
     {**GREEDY, "stop_sequence": ["e", "qu"]},
@@ -68,8 +68,8 @@ def load_folder(folder: Path, sampling_defaults: str = "{}", **options: Any) -> 
 
 
 @cache
-def loaded(model: str) -> TextGenerationEngine:
-    engine = load(model)
+def loaded(model: str, sampling_defaults: str = "{}") -> TextGenerationEngine:
+    engine = load(model, sampling_defaults=sampling_defaults)
     assert isinstance(engine, TextGenerationEngine)
     return engine
 
@@ -105,55 +105,32 @@ def test_results_equal_the_pipeline(model: str) -> None:
             assert_same(answer, plain(call(inputs, **parameters)), str(parameters))
 
 
-@pytest.mark.parametrize(
-    ("parameters", "generated"),
-    [*((each, True) for each in ON_ENGINE), *((each, False) for each in BY_GENERATE)],
-)
-def test_engine_runs_the_parameters_it_has(parameters: dict[str, Any], generated: bool) -> None:
-    engine = loaded("llama-lm")
-    one = item(TEXTS[0], **parameters)
-    engine.prepare(one)
-    assert isinstance(one.prepared, GenerationRun) is generated
-    if generated:
-        engine.add(one)
-        outcome = engine.step(0.0)
-        assert outcome is not None
-        assert isinstance(outcome.report, StepReport)
-        engine.clear()
-
-
 def sampling_params(one: PipelineItem) -> SamplingParams:
     run: Any = one.prepared
     params: SamplingParams = run[0].prepared.params
     return params
 
 
-def test_sampling_has_the_defaults_of_the_pipeline() -> None:
+@pytest.mark.parametrize(
+    ("defaults", "parameters", "expected"),
+    [
+        ("{}", {}, (0.7, 50, 1.0)),
+        ("{}", {"top_k": 3}, (0.7, 3, 1.0)),
+        ("{}", {"temperature": 1.5, "top_p": 0.5}, (1.5, 50, 0.5)),
+        ("{}", {"do_sample": False}, (0.0, 50, 1.0)),
+        (DEFAULTS, {}, (0.3, 0, 0.9)),
+        (DEFAULTS, {"top_k": 3}, (0.3, 3, 0.9)),
+        (DEFAULTS, {"do_sample": False}, (0.0, 0, 0.9)),
+    ],
+)
+def test_sampling_has_the_defaults_of_the_setting_or_the_pipeline(
+    defaults: str, parameters: dict[str, Any], expected: tuple[float, ...]
+) -> None:
     """The pipeline samples at a temperature of 0.7 from generate's 50 best."""
-    engine = loaded("llama-lm")
-    for parameters, expected in (
-        ({}, (0.7, 50, 1.0)),
-        ({"top_k": 3}, (0.7, 3, 1.0)),
-        ({"temperature": 1.5, "top_p": 0.5}, (1.5, 50, 0.5)),
-        ({"do_sample": False}, (0.0, 50, 1.0)),
-    ):
-        one = item("hello", **parameters)
-        engine.prepare(one)
-        params = sampling_params(one)
-        assert (params.temperature, params.top_k, params.top_p) == expected, parameters
-
-
-def test_sampling_defaults_override_those_of_the_pipeline() -> None:
-    engine = load("llama-lm", sampling_defaults='{"temperature": 0.3, "top_p": 0.9, "top_k": -1}')
-    for parameters, expected in (
-        ({}, (0.3, 0, 0.9)),
-        ({"top_k": 3}, (0.3, 3, 0.9)),
-        ({"do_sample": False}, (0.0, 0, 0.9)),
-    ):
-        one = item("hello", **parameters)
-        engine.prepare(one)
-        params = sampling_params(one)
-        assert (params.temperature, params.top_k, params.top_p) == expected, parameters
+    one = item("hello", **parameters)
+    loaded("llama-lm", defaults).prepare(one)
+    params = sampling_params(one)
+    assert (params.temperature, params.top_k, params.top_p) == expected
 
 
 def test_a_default_temperature_of_0_is_greedy_with_and_without_the_engine() -> None:

@@ -12,7 +12,6 @@ from batching.errors import InvalidInput
 from tests.model.test_embedder import TEXTS, embed
 from tests.model.test_scoring_engine import LONG, PROMPT, limit_step, paged
 from tests.tiny_embedders import checkpoint, engine_of, load, prepared, run
-from worker.engines.embedding import embedder as embedder_module
 from worker.engines.embedding.embedder import Embedder
 from worker.messages.scoring import EmbeddingInput, Truncation
 
@@ -80,17 +79,3 @@ def test_a_decoder_that_pools_its_last_token_has_no_states_of_others(tmp_path: P
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling=pooling))
     with pytest.raises(InvalidInput, match="the state of a text's last token only"):
         token_states(embedder, TEXTS)
-
-
-def test_the_numbers_of_all_parts_of_a_response_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedder, counted = load(checkpoint(tmp_path / "m")), list[int]()
-    numbers = 32 * len(embedder.tokenizer.encode(TEXTS[0]))
-    monkeypatch.setattr(embedder_module, "MAX_NUMBERS", 2 * numbers)
-    for _ in range(2):
-        token_states(embedder, TEXTS[:1], numbers=counted)
-    with pytest.raises(
-        InvalidInput, match=f"input: the vectors would have more than {2 * numbers}"
-    ):
-        token_states(embedder, TEXTS[:1], numbers=counted)

@@ -8,14 +8,12 @@ import jsonschema_rs
 import pytest
 
 from tests.call_formats import HEAD, NAMES, TAIL, delimiters, loop
-from tests.generating import serve
+from tests.generating import load, serve
 from tests.matrix import matrix
 from tests.tiny import for_tokenizer, hf
 from tests.tiny_chat import asking, calls_of, tokenizer
 from worker.engines.generation.engine import GenerationEngine
-from worker.engines.generation.loading import load_generator
 from worker.messages.generation import Sampling, ToolCallPolicy
-from worker.model.language_model import GeneratorOptions
 
 PARAMETERS = {
     "type": "object",
@@ -43,9 +41,7 @@ def engine(name: str, special: bool) -> GenerationEngine:
     result = tokenizer(HEAD + loop(name) + TAIL, ["<think>", "</think>"])
     tokens = [hf.AddedToken(text, normalized=False, special=special) for text in delimiters(name)]
     result.add_tokens(tokens, special_tokens=special)
-    path = for_tokenizer(f"form-{name}-{special}", result)
-    options = GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.01)
-    return load_generator(options)
+    return load(for_tokenizer(f"form-{name}-{special}", result))
 
 
 def opening(result: GenerationEngine, name: str, seed: int) -> Sampling:

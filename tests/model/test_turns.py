@@ -89,8 +89,7 @@ def test_a_cut_batch_gives_the_results_of_an_uncut_one(
     monkeypatch.setattr(run, "others", BusyModels())
     answers = serve_in_steps(run, [item(one, **parameters) for one in inputs])
     assert rows_per_step == counts
-    for answer, alone in zip(answers, expected, strict=True):
-        assert_same(answer, alone)
+    assert_same(answers, expected)
 
 
 def test_a_warm_up_completes_beside_other_models(
@@ -163,23 +162,6 @@ def test_other_models_run_between_two_tokens(
     monkeypatch.setattr(run, "others", ALONE)
 
 
-def test_the_prompts_of_generation_take_a_turn_per_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run, limits = runner("text-generation", "llama-lm"), []
-
-    def fitting(self: StepTimes, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
-        limits.append((list(sizes), max_turn_s, layers))
-        return len(sizes)
-
-    monkeypatch.setattr(StepTimes, "fitting", fitting)
-    monkeypatch.setattr(run, "others", BusyModels())
-    serve(run, [item(text(6), **GREEDY, num_beams=3)])
-    [([size], max_turn_s, layers)] = limits
-    assert size % 3 == 0  # each beam has the prompt
-    assert (max_turn_s, layers) == (MAX_TURN_S, run.pipe.model.config.num_hidden_layers)
-
-
 def ticks(step_s: float) -> Callable[[], float]:
     """Return a clock that advances with each call."""
     times = itertools.count(0.0, step_s)
@@ -206,8 +188,7 @@ def test_other_models_run_between_the_layers_of_a_long_batch(
     monkeypatch.setattr(run, "others", others)
     monkeypatch.setattr(StepTimes, "fitting", lambda self, sizes, *_: len(sizes))
     answers = serve_in_steps(run, [item(one, **parameters) for one in inputs])
-    for answer, alone in zip(answers, expected, strict=True):
-        assert_same(answer, alone)
+    assert_same(answers, expected)
     layers = run.pipe.model.config.num_hidden_layers
     assert others.steps == (layers if runs else 0)
 

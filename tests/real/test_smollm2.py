@@ -273,14 +273,6 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(server: Server) 
         assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
 
 
-def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:
-    whole = chat(server, "Count from one to ten.", max_tokens=40)["message"]["content"]
-    stop = whole[10:14]
-    choice = chat(server, "Count from one to ten.", max_tokens=40, stop=stop)
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == whole[: whole.index(stop)]
-
-
 def test_a_stream_has_the_text_of_a_response_and_ends_by_itself(server: Server) -> None:
     question = "What is the capital of France? Answer in one sentence."
     choice = chat(server, question, max_tokens=60)
