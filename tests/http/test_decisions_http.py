@@ -210,7 +210,10 @@ def test_error_names_the_invalid_field(server: Server, fields: dict[str, Any], p
         ({"questions": {"q": {"type": "predicate"}}}, "questions[...].type"),
         ({"questions": {"q": {"type": "choice", "criteria": {}}}}, "questions[...].criteria"),
         ({"questions": {"q": {"type": "score"}}}, "questions.criteria"),
-        ({"questions": {"q": {"type": "noul", "criteria": {"yes": "a"}}}}, None),
+        (
+            {"questions": {"q": {"type": "noul", "criteria": {"yes": "a"}}}},
+            "questions[...].criteria",
+        ),
         ({"state": 5}, "state"),
         ({"state": "word " * 2000}, "state"),
         ({"assets": {"img-1": PNG}}, "assets"),  # of a model of texts
@@ -222,7 +225,7 @@ def test_error_names_the_invalid_field(server: Server, fields: dict[str, Any], p
     ],
 )
 def test_systemone_error_names_the_invalid_field(
-    server: Server, fields: dict[str, Any], param: str | None
+    server: Server, fields: dict[str, Any], param: str
 ) -> None:
     body = {"state": TEXT, "questions": {"q": NOUL}, **fields}
     assert_refused(post(server, SYSTEMONE, body), param)
