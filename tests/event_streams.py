@@ -1,4 +1,4 @@
-"""Send requests and parse server-sent events strictly."""
+"""Send requests, and parse errors and server-sent events strictly."""
 
 import json
 import socket
@@ -19,6 +19,28 @@ def post(server: Server, path: str, body: Any, **headers: str) -> httpx.Response
 def chat(server: Server, text: str = "hi", **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": text}], **fields}
     return post(server, "/v1/chat/completions", body)
+
+
+def error_of(response: httpx.Response) -> dict[str, str]:
+    """Return the error of a checked envelope."""
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.content) < 32_000
+    document = response.json()
+    assert set(document) == {"error"}
+    assert set(document["error"]) == {"message", "type", "param", "code"}
+    for internal in ("Traceback", ".py", "Error(", "batching.", "site-packages"):
+        assert internal not in response.text
+    error: dict[str, str] = document["error"]
+    return error
+
+
+def assert_refused(answer: httpx.Response, param: str | None, reason: str = "") -> None:
+    """Check that a request is refused by an error that names the field, and has the reason."""
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert error["param"] == param
+    assert reason in error["message"]
+    assert error["type"] == "invalid_request_error"
 
 
 def frames(text: str) -> list[str]:

@@ -14,9 +14,8 @@ import pytest
 from server.apis.openai.adapters import MAX_ADAPTERS
 from server.core.settings import SettingsError, load_settings
 from tests import tiny_adapters
-from tests.event_streams import chat, open_stream, post
+from tests.event_streams import assert_refused, chat, error_of, open_stream, post
 from tests.fake_generator import FakeGenerator
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 from worker.load_context import advance
 from worker.messages.adapters import Adapter
@@ -52,8 +51,10 @@ class Setup:
 
 
 @contextmanager
-def adapters(folder: Path, **settings: Any) -> Iterator[Setup]:
-    generator = FakeGenerator()
+def adapters(
+    folder: Path, generator: FakeGenerator | None = None, **settings: Any
+) -> Iterator[Setup]:
+    generator = generator or FakeGenerator()
     settings = {"lora_dir": str(folder), "model_control": True, **settings}
     with serving(load_chat=lambda: generator, **settings) as server:
         try:
@@ -189,48 +190,18 @@ def test_paths_lie_inside_the_folder_of_adapters(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"lora_name": "demo"}, "lora_name"),
-        ({"lora_name": "taken"}, "lora_name"),
-        ({"lora_name": "a b"}, "lora_name"),
-        ({"lora_name": ""}, "lora_name"),
-        ({"lora_name": 1}, "lora_name"),
-        ({"base_model_name": "none"}, "model"),
-        ({"base_model_name": "loaded"}, "base_model_name"),
-        ({"lora_path": "x" * 5000}, "lora_path"),
-    ],
-)
-def test_requests_that_cannot_be_served_name_the_field(
-    tmp_path: Path, body: dict[str, Any], param: str
-) -> None:
+def test_requests_that_cannot_be_served_name_the_field(tmp_path: Path) -> None:
     write(tmp_path / "one")
     more: dict[str, Any] = {"lora": ("loaded=one",), "model_aliases": ("taken=demo",)}
     with adapters(tmp_path, chat_model="demo", **more) as setup:
-        answer = post(setup.server, LOAD, {"lora_name": "a", "lora_path": "one", **body})
-        assert answer.status_code in (400, 404)
-        assert error_of(answer)["param"] == param
-
-
-def test_the_routes_need_an_admin_key_or_model_control(tmp_path: Path) -> None:
-    write(tmp_path / "one")
-    keys: list[dict[str, Any]] = [
-        {"model_control": False},
-        {"api_keys": ("user",)},
-        {"api_keys": ("user",), "admin_keys": ("root",)},
-    ]
-    for settings in keys:
-        with adapters(tmp_path, lora=("loaded=one",), **settings) as setup:
-            body = {"lora_name": "a", "lora_path": "one"}
-            user = {"authorization": "Bearer user"}
-            refused = post(setup.server, LOAD, body, **user)
-            assert refused.status_code == 403
-            assert refused.json()["error"]["code"] == "admin_key_needed"
-            assert post(setup.server, UNLOAD, {"lora_name": "loaded"}, **user).status_code == 403
-            if "admin_keys" in settings:
-                root = {"authorization": "Bearer root"}
-                assert post(setup.server, LOAD, body, **root).status_code == 200
+        for name in ("demo", "taken", "a b", "", 1):
+            assert_refused(
+                post(setup.server, LOAD, {"lora_name": name, "lora_path": "one"}), "lora_name"
+            )
+        assert_refused(setup.load("a", "one", base_model_name="loaded"), "base_model_name")
+        assert_refused(setup.load("a", "x" * 5000), "lora_path")
+        unknown = setup.load("a", "one", base_model_name="none")
+        assert (unknown.status_code, error_of(unknown)["param"]) == (404, "model")
 
 
 @pytest.mark.parametrize(
@@ -275,39 +246,29 @@ class SlowAdapters(FakeGenerator):
         advance()
         super().load_adapter(adapter)
 
-
-@contextmanager
-def slow_adapters(folder: Path) -> Iterator[tuple[Setup, SlowAdapters]]:
-    write(folder / "one")
-    generator = SlowAdapters()
-    lora_dir = str(folder)
-    with serving(load_chat=lambda: generator, lora_dir=lora_dir, model_control=True) as server:
-        try:
-            yield Setup(server, generator), generator
-        finally:
-            generator.may_read.set()
-            generator.release()
+    def release(self) -> None:
+        self.may_read.set()
+        super().release()
 
 
-def test_an_adapter_is_loaded_within_the_time_limit_of_its_request(tmp_path: Path) -> None:
-    with slow_adapters(tmp_path) as (setup, generator):
-        body = {"lora_name": "a", "lora_path": "one"}
-        late = post(setup.server, LOAD, body, **{"X-Request-Timeout-Ms": "100"})
+def test_a_late_load_and_a_client_that_leaves_free_the_name_of_their_adapter(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "one")
+    generator, body = SlowAdapters(), {"lora_name": "a", "lora_path": "one"}
+    with adapters(tmp_path, generator) as setup:
+
+        def post_late() -> httpx.Response:
+            return post(setup.server, LOAD, body, **{"X-Request-Timeout-Ms": "100"})
+
+        late = post_late()
         message = "the adapter 'a' was not loaded within the request's time limit"
         assert (late.status_code, error_of(late)["message"]) == (504, message)
-        generator.may_read.set()
-        assert setup.load("a", "one").status_code == 200  # by another thread
-        assert setup.ask("a").status_code == 200
-
-
-def test_a_client_that_leaves_frees_the_name_of_its_adapter(tmp_path: Path) -> None:
-    with slow_adapters(tmp_path) as (setup, generator):
-        body = {"lora_name": "a", "lora_path": "one"}
+        assert generator.reads.acquire(timeout=60)
         with open_stream(setup.server, LOAD, body):
-            assert generator.reads.acquire(timeout=60)
+            assert generator.reads.acquire(timeout=60)  # by another thread
             assert "'a' is being loaded" in setup.load("a", "one").text
-        short = {"X-Request-Timeout-Ms": "100"}
-        wait_until(lambda: post(setup.server, LOAD, body, **short).status_code == 504)
+        wait_until(lambda: post_late().status_code == 504)
         generator.may_read.set()
         assert setup.load("a", "one").status_code == 200
         assert setup.ask("a").status_code == 200

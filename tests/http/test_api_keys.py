@@ -14,10 +14,9 @@ import pytest
 
 from batching.fair_share import Priority
 from server.http.access import flow_of
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -166,13 +165,6 @@ def test_metrics_need_a_key_of_their_own_or_of_an_operator(server: Server) -> No
     assert [answer.status_code for answer in statuses.values()] == [200, 200, 401, 401, 401]
     assert complete(server, "m").status_code == 401
     assert CLIENT.get(server.url + "/health").status_code == 200
-
-
-def test_an_operators_key_may_load_models(server: Server) -> None:
-    for key, status in (("plain", 403), ("boss", 400)):  # it is loaded already
-        headers = {"x-api-key": key}
-        answer = CLIENT.post(server.url + "/models/load", json={"model": "demo"}, headers=headers)
-        assert answer.status_code == status, answer.text
 
 
 def test_the_name_of_a_key_is_logged_and_its_secret_is_not(

@@ -9,7 +9,6 @@ import pytest
 from server.core.api_keys import ApiKey
 from server.core.request_context import RequestContext
 from tests import tiny_chat
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 
 TEXT = "Tell me of the sea, and of ships. " * 4
@@ -94,16 +93,6 @@ def test_without_api_keys_the_cache_is_shared(folder: str) -> None:
         assert cached(server, path, "two") > 0
         assert cached(server, path, "one", cache_salt="a") == 0
         assert cached(server, path, "two", cache_salt="a") > 0
-
-
-@PATHS
-@pytest.mark.parametrize("salt", ["", 1, ["a"], "a" * 257])
-def test_an_invalid_cache_salt_is_refused(keyed: Server, path: str, salt: object) -> None:
-    body = ASKED[path] | {"cache_salt": salt}
-    headers = {"Authorization": "Bearer one"}
-    response = httpx.post(keyed.url + path, json=body, headers=headers)
-    assert response.status_code == 400
-    assert error_of(response)["param"] == "cache_salt"
 
 
 def test_a_reset_drops_the_prefixes(folder: str) -> None:

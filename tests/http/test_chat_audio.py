@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from tests import sdk, tiny_audio
+from tests.event_streams import error_of
 from tests.http.test_chat_media import AT, CHAT, sound, text, user
-from tests.http.test_pipeline_http import error_of
 from tests.multimodal import wav
 from tests.sdk import Sdk
 

@@ -11,10 +11,9 @@ import httpx
 import pytest
 
 from server.http import fetch
-from tests.event_streams import open_stream, post
+from tests.event_streams import error_of, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_fetch import IMAGE, replying
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 from worker.messages.generation import Chat, MediaInput
 

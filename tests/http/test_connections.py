@@ -38,6 +38,16 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module", params=["httptools", "h11"])
+def either(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server with each of uvicorn's parsers."""
+    with serving(FakeRunner, http=request.param) as server:
+        yield server
+
+
+each_parser = pytest.mark.parametrize("http", ["httptools", "h11"])
+
+
 def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:
     address = ("127.0.0.1", server.port)
     client = socket.create_connection(address, timeout=20, source_address=(source, 0))
@@ -123,10 +133,9 @@ def test_a_body_does_not_count_as_its_header(server: Server) -> None:
             assert read_response(client)[0] == 200
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_the_number_of_headers_is_limited(http: Parser) -> None:
+def test_the_number_of_headers_is_limited(either: Server) -> None:
     request = b"GET /health HTTP/1.1\r\n%bHost: localhost\r\n\r\n"
-    with serving(FakeRunner, http=http) as server, connect(server) as client:
+    with connect(either) as client:
         for _ in range(2):  # the limit is per request
             client.sendall(request % (b"a:\r\n" * (MAX_HEADERS - 1)))
             assert read_response(client)[0] == 200
@@ -211,7 +220,7 @@ def test_no_refusal_is_written_into_a_response() -> None:
         runner.gate.set()
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 def test_a_header_that_does_not_arrive_in_time_gets_408(http: Parser) -> None:
     with serving(FakeRunner, body_timeout_s=1, http=http) as server:
         first, later, idle = (connect(server) for _ in range(3))
@@ -226,7 +235,7 @@ def test_a_header_that_does_not_arrive_in_time_gets_408(http: Parser) -> None:
         assert metric(server, 'onequeue_requests_total{endpoint="other",status="408"}') == 2
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 def test_a_slow_header_does_not_keep_a_connection(http: Parser) -> None:
     with serving(FakeRunner, body_timeout_s=1, http=http) as server, connect(server) as client:
         client.sendall(START)
@@ -272,10 +281,9 @@ UNREAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
 @pytest.mark.parametrize("request_kind", UNREAD)
 def test_an_unread_body_is_not_parsed(
-    http: Parser, request_kind: str, monkeypatch: pytest.MonkeyPatch
+    either: Server, request_kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed = 0
     parse = LimitedProtocol._parse
@@ -288,7 +296,7 @@ def test_an_unread_body_is_not_parsed(
     monkeypatch.setattr(LimitedProtocol, "_parse", counted)
     monkeypatch.setattr(connections, "LINGER_S", 3600)
     head, status = UNREAD[request_kind]
-    with serving(FakeRunner, http=http) as server, connect(server) as client:
+    with connect(either) as client:
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         response = http_response(client, head[:4] == b"HEAD")
         assert (response.status, response.getheader("connection")) == (status, "close")
@@ -298,58 +306,53 @@ def test_an_unread_body_is_not_parsed(
         assert parsed == before
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_connection_with_an_unread_body_is_closed(
-    http: Parser, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (CHUNKED.replace(b"POST /", b"POST /unknown"), 404),  # its body is not read
+        (b"\x16\x03\x01\r\n\r\n", 400),
+        (CHUNKED + b"not a size\r\n", 400),
+    ],
+)
+def test_a_refused_connection_is_closed_even_if_the_client_keeps_it_open(
+    either: Server, sent: bytes, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.01)
-    with serving(FakeRunner, http=http) as server, connect(server) as client:
-        client.sendall(CHUNKED.replace(b"POST /", b"POST /unknown"))
-        assert read_response(client)[0] == 404
-        wait_until(lambda: not server.uvicorn.server_state.connections)
+    with connect(either) as client:
+        client.sendall(sent)
+        assert read_response(client)[0] == status
+        wait_until(lambda: not either.uvicorn.server_state.connections)
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_complete_body_that_no_route_reads_keeps_the_connection(http: Parser) -> None:
-    with serving(FakeRunner, http=http) as server, connect(server) as client:
+def test_a_complete_body_that_no_route_reads_keeps_the_connection(either: Server) -> None:
+    with connect(either) as client:
         for _ in range(2):
             client.sendall(POST.replace(b"POST /", b"POST /unknown"))
             assert read_response(client)[0] == 404
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_malformed_http_gets_the_envelope(http: Parser) -> None:
-    with serving(FakeRunner, http=http) as server:
-        for malformed in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
-            with connect(server) as client:
-                client.sendall(malformed)
-                assert_refused(client, 400, "invalid_request")
-        with connect(server) as client:
-            client.sendall(CHUNKED + b"not a size\r\n")
-            assert_refused(client, 400, "invalid_request")
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : a\r\n\r\n",
+        CHUNKED + b"not a size\r\n",
+    ],
+)
+def test_malformed_http_gets_the_envelope(either: Server, malformed: bytes) -> None:
+    with connect(either) as client:
+        client.sendall(malformed)
+        assert_refused(client, 400, "invalid_request")
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_refused_connection_is_closed_even_if_the_client_keeps_it_open(
-    http: Parser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "LINGER_S", 0.01)
-    with serving(FakeRunner, http=http) as server:
-        for sent in (b"\x16\x03\x01\r\n\r\n", CHUNKED + b"not a size\r\n"):
-            with connect(server) as client:
-                client.sendall(sent)
-                assert read_response(client)[0] == 400
-                wait_until(lambda: not server.uvicorn.server_state.connections)
-
-
-@pytest.mark.parametrize("http", ["httptools", "h11"])
 @pytest.mark.parametrize("size", [MAX_HEADER_BYTES, 10 * MAX_HEADER_BYTES])
 def test_many_bytes_that_are_no_http_are_refused_once(
-    http: Parser, size: int, caplog: pytest.LogCaptureFixture
+    either: Server, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(FakeRunner, http=http) as server, connect(server) as client:
+    with connect(either) as client:
         client.sendall(b"\x16\x03\x01\xff" * (size // 4))
         assert_refused(client, 400, "invalid_request")
+    wait_until(lambda: not either.uvicorn.server_state.connections)
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -386,7 +389,7 @@ def held_bytes(server: Server) -> int:
     return total
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 def test_bodies_behind_a_waiting_request_are_not_read(http: Parser) -> None:
     turns = threading.Semaphore(0)
     runner = FakeRunner(lambda texts: turns.acquire(timeout=60))
@@ -408,7 +411,7 @@ def test_bodies_behind_a_waiting_request_are_not_read(http: Parser) -> None:
         read_pipelined(client, 1)
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 def test_a_connection_whose_input_takes_long_to_parse_rests(
     http: Parser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,7 +455,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 @pytest.mark.parametrize(("address", "others"), [("127.0.0.2", 8), ("127.0.0.1", 20)])
 def test_the_waiting_connections_of_the_address_with_the_most_are_closed(
     http: Parser, address: str, others: int, monkeypatch: pytest.MonkeyPatch
@@ -512,7 +515,7 @@ def test_other_apps_keep_uvicorns_protocol(server: Server) -> None:
     assert asyncio.run(protocol()) is HttpToolsProtocol
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 def test_the_address_of_a_client_is_the_one_that_a_proxy_names(
     http: Parser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,7 +529,7 @@ def test_the_address_of_a_client_is_the_one_that_a_proxy_names(
     assert addresses == ["127.0.0.1", "10.0.0.1"]
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@each_parser
 def test_an_unread_response_is_dropped(http: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "STALLED_S", 0.5)
     runner = FakeRunner()

@@ -8,11 +8,10 @@ import openai
 import pytest
 
 from server.apis.openai.responses.store import ResponseStore
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
 from tests.http import test_response_lookup
-from tests.http.test_pipeline_http import error_of
-from tests.http.test_response_lookup import messages_of
+from tests.http.test_response_lookup import messages_of, sdk_of
 from tests.postgres import Databases
 from tests.response_events import respond
 from tests.serving import Server, serving, wait_until
@@ -25,10 +24,6 @@ RESULT: Any = {"type": "function_call_output", "call_id": "c", "output": "d", "i
 
 def user(text: str, id: str | None = None) -> Any:
     return {"type": "message", "role": "user", "content": text} | ({"id": id} if id else {})
-
-
-def sdk_of(server: Server, key: str = "-") -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture

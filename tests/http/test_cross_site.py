@@ -17,10 +17,9 @@ from server.app import create_app
 from server.core.settings import Settings
 from server.http.cross_site import is_loopback
 from server.http.request import Application
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.http.test_pipeline_http import error_of
 from tests.page_server import LetterEmbedder
 from tests.serving import Server, read_response, serving, wait_until
 

@@ -12,8 +12,7 @@ from server.apis.openai.decisions.endpoint import uses_language_model
 from server.core.settings import Settings, SettingsError
 from server.preflight import check_models
 from tests import tiny_decisions, tiny_multimodal
-from tests.event_streams import CLIENT, post
-from tests.http.test_pipeline_http import error_of
+from tests.event_streams import CLIENT, error_of, post
 from tests.model.test_decision_config import ASSETS, ON_IMAGES, PHOTO, asset
 from tests.model.test_decisions import assert_close, library
 from tests.serving import Server, metric, serving

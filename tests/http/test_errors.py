@@ -1,7 +1,8 @@
 """Exceptions become error responses by their class or its nearest known base."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,10 +34,16 @@ from server.http.sse import EventStream
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
-from tests.serving import metric, serving
+from tests.serving import Server, metric, serving
 
 APP = SimpleNamespace(routes=[])
 SCOPE: dict[str, Any] = {"record": RequestRecord(), "path": "/x", "method": "GET", "app": APP}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(FakeRunner) as started:
+        yield started
 
 
 class VeryFull(QueueFull):
@@ -63,18 +70,16 @@ def test_an_error_gets_the_status_of_its_nearest_known_class(
     assert (b"retry-after" in dict(response.headers)) == isinstance(error, VeryFull)
 
 
-def test_a_path_without_its_model_names_the_setting() -> None:
+def test_a_path_without_its_model_names_the_setting(server: Server) -> None:
     operations = [*OPERATIONS.values(), *EMBEDDINGS, *RERANK]
     assert {operation.key.split()[1] for operation in operations} <= set(SETTING_FOR_PATH)
-    with serving(FakeRunner) as server:
-        for path in set(SETTING_FOR_PATH) - {"/"}:
-            response = httpx.post(server.url + path, json={})
-            assert response.status_code == 404
-            assert response.json()["error"]["message"].endswith(
-                f"{path}: it needs {SETTING_FOR_PATH[path]}"
-            )
-            assert "needs" not in httpx.get(server.url + path).text
-        assert "needs" not in httpx.post(server.url + "/nope").text
+    for path in set(SETTING_FOR_PATH) - {"/"}:
+        response = httpx.post(server.url + path, json={})
+        assert response.status_code == 404
+        reason = f"{path}: it needs {SETTING_FOR_PATH[path]}"
+        assert response.json()["error"]["message"].endswith(reason)
+        assert "needs" not in httpx.get(server.url + path).text
+    assert "needs" not in httpx.post(server.url + "/nope").text
     scope = SCOPE | {"path": "/", "method": "POST"}
     refused = as_http_error(HTTPException(405), scope, debug=False)
     assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
@@ -100,26 +105,22 @@ def test_an_unknown_path_or_method_names_the_known_ones() -> None:
         assert empty == "the body is empty: it must be JSON"
 
 
-def test_a_path_of_another_server_names_what_to_use_instead() -> None:
+def test_a_path_of_another_server_names_what_to_use_instead(server: Server) -> None:
     instead = {
         "/api/chat": "POST /v1/chat/completions",
         "/completion": "POST /v1/completions",
         "/v1/images/generations": "another server: no images are generated here",
         "/info": "GET /models",
     }
-    with serving(FakeRunner) as server:
-        for path, use in instead.items():
-            for method in ("GET", "POST"):
-                response = httpx.request(method, server.url + path)
-                assert response.status_code == 404
-                message = response.json()["error"]["message"]
-                assert message == f"there is no route {path}: use {use}"
-        routes = {route.path for route in server.app.routes}
+    for (path, use), method in product(instead.items(), ("GET", "POST")):
+        response = httpx.request(method, server.url + path)
+        assert response.status_code == 404
+        assert response.json()["error"]["message"] == f"there is no route {path}: use {use}"
+    routes = {route.path for route in server.app.routes}
     assert not routes & set(REPLACEMENT_FOR_PATH)
-    paths = [use.split()[1].rstrip(":") for use in PATHS_BY_REPLACEMENT if use.startswith("GET ")]
-    assert set(paths) <= routes
-    posted = [use.split()[1].rstrip(":") for use in PATHS_BY_REPLACEMENT if use.startswith("POST ")]
-    assert set(posted) <= set(SETTING_FOR_PATH)
+    for method, known in (("GET", routes), ("POST", set(SETTING_FOR_PATH))):
+        uses = [use.split() for use in PATHS_BY_REPLACEMENT if use.startswith(f"{method} ")]
+        assert {path.rstrip(":") for _, path, *_ in uses} <= known
 
 
 def test_a_path_without_v1_has_a_hint() -> None:
@@ -168,13 +169,12 @@ def test_messages_and_fields_are_cut() -> None:
     assert len(details["param"]) == MAX_PARAM
 
 
-def test_a_failed_probe_is_not_counted_as_an_error() -> None:
-    with serving(FakeRunner) as server:
-        server.worker_client.draining = True
-        assert httpx.get(server.url + "/ready").json()["error"]["code"] == "not_ready"
-        server.worker_client.draining = False
-        for kind in ("not_ready", "draining", ""):
-            assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0
+def test_a_failed_probe_is_not_counted_as_an_error(server: Server) -> None:
+    server.worker_client.draining = True
+    assert httpx.get(server.url + "/ready").json()["error"]["code"] == "not_ready"
+    server.worker_client.draining = False
+    for kind in ("not_ready", "draining"):
+        assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,8 @@ def test_an_error_of_sending_an_event_becomes_client_gone(
         asyncio.run(stream())
 
 
-def test_a_path_with_a_slash_at_the_end_is_no_redirect() -> None:
-    with serving(FakeRunner) as server:
-        for path in ("/assets/icon.svg/", "/health/", "/ready/"):
-            response = httpx.get(server.url + path, headers={"Host": "10.0.0.1"})
-            assert response.status_code == 404
-            assert "location" not in response.headers
+def test_a_path_with_a_slash_at_the_end_is_no_redirect(server: Server) -> None:
+    for path in ("/assets/icon.svg/", "/health/", "/ready/"):
+        response = httpx.get(server.url + path, headers={"Host": "10.0.0.1"})
+        assert response.status_code == 404
+        assert "location" not in response.headers

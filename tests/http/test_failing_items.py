@@ -40,12 +40,21 @@ CHOICE_METHODS: dict[str, Callable[[Any], Any]] = {
     "constraints.accept_token": lambda choice: choice.constraints,
     "constraints.update_phase": lambda choice: choice.constraints,
 }
-# Methods that work on all requests.
-ENGINE_METHODS = [
-    "scheduler.schedule", "scheduler.remove", "scheduler.add", "scheduler.pool.close", "step",
-    "_collect",
-]  # fmt: skip
-BATCHER_METHODS = ["add", "take", "due_at", "succeeded"]
+# Methods that work on all requests, and the kind of request that calls each.
+SHARED_METHODS = {
+    "generator.scheduler.schedule": "chat",
+    "generator.scheduler.remove": "chat",
+    "generator.scheduler.add": "chat",
+    "generator.scheduler.pool.close": "chat",
+    "generator.step": "chat",
+    "generator._collect": "chat",
+    "model.engine.batcher.add": "pipeline",
+    "model.engine.batcher.take": "pipeline",
+    "model.engine.batcher.due_at": "pipeline",
+    "model.engine.batcher.succeeded": "pipeline",
+    "runner.forward": "pipeline",
+    "server.worker_client.on_step": "pipeline",
+}
 
 
 class Stage:
@@ -156,42 +165,24 @@ def test_an_error_in_text_that_is_read_fails_its_request_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", ENGINE_METHODS)
-def test_an_error_outside_any_request_leaves_the_generator_working(
+@pytest.mark.parametrize("place", SHARED_METHODS)
+def test_an_error_outside_any_request_leaves_the_worker_working(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
     owner, _, name = place.rpartition(".")
-    stage.raise_in(attrgetter(owner)(stage.generator) if owner else stage.generator, name, error)
-    assert stage.chat().status_code == 500
+    stage.raise_in(attrgetter(owner)(stage), name, error)
+    assert getattr(stage, SHARED_METHODS[place])().status_code == 500
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", BATCHER_METHODS)
-def test_an_error_in_the_batcher_leaves_the_worker_working(
-    stage: Stage, place: str, error: type[BaseException]
-) -> None:
-    stage.raise_in(stage.model.engine.batcher, place, error)
-    assert stage.pipeline().status_code == 500
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_an_error_in_a_forward_pass_fails_its_batch_of_one(
-    stage: Stage, error: type[BaseException]
-) -> None:
-    stage.raise_in(stage.runner, "forward", error)
-    assert stage.pipeline().status_code == 500
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_an_error_after_a_batch_leaves_no_request_waiting(
+def test_an_error_after_a_batch_or_step_leaves_no_request_waiting(
     stage: Stage, error: type[BaseException]
 ) -> None:
     stage.raise_in(stage.model.engine, "_report", error)
     assert stage.pipeline().status_code in (200, 500)
-    for send in (stage.pipeline, stage.chat):
-        stage.raised.clear()
-        stage.raise_in(stage.server.worker_client, "on_step", error)
-        assert send().status_code == 500
+    stage.raised.clear()
+    stage.raise_in(stage.server.worker_client, "on_step", error)
+    assert stage.chat().status_code == 500
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -12,9 +12,18 @@ import httpx
 import pytest
 
 from server.http import connections
-from tests.event_streams import CLIENT, chat, chunks, frames, open_stream, post, read_until, writes
+from tests.event_streams import (
+    CLIENT,
+    chat,
+    chunks,
+    error_of,
+    frames,
+    open_stream,
+    post,
+    read_until,
+    writes,
+)
 from tests.fake_generator import FakeGenerator
-from tests.http.test_pipeline_http import error_of
 from tests.serving import ManualTimers, Server, metric, serving, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

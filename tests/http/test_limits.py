@@ -29,9 +29,9 @@ from server.http.json import (
 )
 from server.http.request import MAX_BODIES, read_body
 from server.http.transfers import Transfer
+from tests.event_streams import error_of
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, read_response, serving, wait_until
 
 CONTEXT = FakeGenerator.max_model_len

@@ -13,8 +13,7 @@ import httpx
 import pytest
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.event_streams import CLIENT, chat, post
-from tests.http.test_pipeline_http import error_of
+from tests.event_streams import CLIENT, chat, error_of, post
 from tests.serving import Server, metric, serving, wait_until
 
 CHAT = Path(__file__).parents[2] / "worker" / "demo" / "chat"

@@ -14,10 +14,9 @@ import httpx
 import pytest
 
 from server.lifespan import drain
-from tests.event_streams import CLIENT, chat, post
+from tests.event_streams import CLIENT, chat, error_of, post
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 from worker.load_context import add_memory, report
 from worker.model.loading import LoadingFailed, TooLittleMemory
@@ -511,6 +510,11 @@ def test_only_operators_load_unload_and_reset(
         for path in ("/reset", "/reset_prefix_cache"):
             answer = CLIENT.post(setup.server.url + path, headers=headers)
             assert answer.status_code == (200 if allowed else 403), (path, answer.text)
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            body = {"lora_name": "none", "lora_path": "none"}
+            answer = CLIENT.post(setup.server.url + path, json=body, headers=headers)
+            assert (answer.status_code == 403) is not allowed, (path, answer.text)
+            assert allowed or error_of(answer)["code"] == "admin_key_needed"
         listed = CLIENT.get(setup.server.url + "/models", headers=headers)
         assert listed.status_code == 200
         if "admin_keys" in settings and "api_keys" not in settings:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.event_streams import CLIENT, chat, post
+from tests.event_streams import CLIENT, chat, error_of, post
 from tests.fake_generator import FakeGenerator
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 
 
@@ -72,51 +71,6 @@ def test_models_of_the_same_name_have_different_ids() -> None:
             assert answer.json()["model"] == "demo-embedding"
         counted = post(server, "/tokenize", {"prompt": "ab", "model": "demo-embedding"})
         assert counted.json()["max_model_len"] == 128
-
-
-def test_tokenize_takes_special_tokens_and_the_generation_prompt_as_options(server: Server) -> None:
-    message = {"role": "user", "content": "ab"}
-    for body, tokens in (
-        ({"prompt": "ab", "add_special_tokens": False}, [97, 98]),
-        ({"prompt": ""}, [1]),
-        ({"messages": [message]}, [1, 97, 98, ord(">")]),
-        ({"messages": [message], "add_generation_prompt": False}, [1, 97, 98]),
-    ):
-        assert post(server, "/tokenize", body).json()["tokens"] == tokens
-    assert post(server, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param", "reason"),
-    [
-        ("tokenize", {}, "prompt", "not both"),
-        (
-            "tokenize",
-            {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
-            "prompt",
-            "not both",
-        ),
-        ("tokenize", {"prompt": 3}, "prompt", "got int"),
-        ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),
-        ("tokenize", {"messages": []}, "messages", "empty"),
-        ("tokenize", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "'x'"),
-        ("detokenize", {}, "tokens", "is required"),
-        ("detokenize", {"tokens": "a"}, "tokens", "got str"),
-        ("detokenize", {"tokens": [1, "a"]}, "tokens[1]", "got str"),
-        ("detokenize", {"tokens": [1, -1]}, "tokens[1]", ">= 0"),
-        ("detokenize", {"tokens": [1, 5000, 2]}, "tokens[1]", "there is no token 5000"),
-        ("load_model", {"model": 3}, "model", "got int"),
-        ("load_model", {}, "model", "is required"),
-    ],
-)
-def test_error_names_the_invalid_field(
-    server: Server, path: str, body: dict[str, Any], param: str | None, reason: str
-) -> None:
-    answer = post(server, "/" + path, body)
-    assert answer.status_code == 400
-    error = error_of(answer)
-    assert error["param"] == param
-    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("path", ["tokenize", "detokenize", "load_model"])

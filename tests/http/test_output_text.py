@@ -79,13 +79,6 @@ def test_log_probabilities_of_a_character_that_is_cut_have_its_bytes(
     assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
 
 
-@each_way
-def test_a_generated_replacement_character_stays(server: Server, stream: bool) -> None:
-    for path in APIS:
-        text = text_of(server, path, stream, 3, structured_outputs={"regex": "\ufffd{9}"})
-        assert text == "\ufffd"
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_stop_reason_is_the_stop_string_or_token_that_ended_the_choice(
     server: Server, path: str

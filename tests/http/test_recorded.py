@@ -1,7 +1,10 @@
-"""Every response byte for byte as it was recorded, except for ids, times and the words of errors.
+"""Every response byte for byte as it was recorded, except for ids, times and the words of errors,
+and what the models of language and speech get for each request.
 
-The models are fakes, so that no number depends on the machine; the embedding model is the demo,
-with its numbers left out. To record anew, which changes the API: `RECORD=1 pytest <this file>`.
+`recorded/exchanges.json` has requests by name, in order, each name with the inputs of the model and
+the responses. `{id}` in a later request is the id of the first response. The models are fakes, so
+that no number depends on the machine; the embedding model is the demo, with its numbers left out.
+To record anew, which changes the API, or to add requests: `RECORD=1 pytest <this file>`.
 """
 
 import asyncio
@@ -11,7 +14,9 @@ import os
 import re
 import threading
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +27,22 @@ from batching.request_queue import WorkItem
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
+from tests.response_events import events, response_document
 from tests.serving import Server, serving, wait_until
 from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.protocol import ModelInfo, StepOutcome
 from worker.messages.scoring import ScoringOutput
 
-RECORDED = Path(__file__).parent / "recorded" / "responses.json"
+FILE = Path(__file__).parent / "recorded" / "exchanges.json"
+EXCHANGES: dict[str, dict[str, list[Any]]] = json.loads(FILE.read_text())
 HEADERS = ("content-type", "retry-after", "allow", "cache-control", "connection")
+HEADERS += ("x-ignored-fields", "x-dropped-tools")
 ROUND_TRIPS = 20  # through the event loop, until a stream's reader has taken the last deltas
 
 # Patterns of ids, times and error messages, each with its placeholder.
 NORMALIZED = [
-    (rb"(chatcmpl|cmpl|resp|msg|rs|fc|fco|rerank|score)(_|-)[0-9a-f]{24,48}", rb"\1\2ID"),
+    (rb"(chatcmpl|cmpl|resp|msg|rs|fc|fco|ctc|lsh|rerank|score)(_|-)[0-9a-f]{24,48}", rb"\1\2ID"),
+    (rb'"(request_id|signature|encrypted_content)":"[^"]+"', rb'"\1":"ID"'),
     (rb'"(created|created_at|completed_at)":\d{10}', rb'"\1":0'),
     (rb'"message":"(?:[^"\\]|\\.)*"', rb'"message":"MESSAGE"'),
 ]
@@ -43,270 +52,8 @@ NUMBERS = [
     (rb'"embedding":"[A-Za-z0-9+/=]+"', rb'"embedding":"BASE64"'),
 ]
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-AUDIO = "/v1/audio/transcriptions"
-FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
-SCHEMA = {"type": "object", "properties": {"ö": {"type": "string"}}}
-TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
-TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
-FLAT_TOOLS = {"tools": [{"type": "function", **TOOL}]}
-CALLING = 'say *think *more text !f ={"a": =1} !f'
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-CONTINUOUS = {
-    "stream": True,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}
-PICTURE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
-QUESTIONS = [
-    {"type": "predicate", "instructions": "Is it?", "name": "p"},
-    {"type": "choice", "instructions": "Which?", "choices": [{"value": "ä"}, {"value": True}]},
-    {
-        "type": "score",
-        "instructions": "How?",
-        "levels": [{"label": "low"}, {"label": "high"}, {"label": "top"}],
-    },
-]
-NAMED = {
-    "n": {"type": "noul", "instructions": "Is it?"},
-    "c": {"type": "choice", "criteria": {"a": "first", "ü": None}},
-    "s": {"type": "score", "criteria": ["low", {"deep": [1, 2.5, None]}]},
-}
 
-
-def chat_body(text: Any, **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], **fields}
-
-
-def by_name(method: str, bodies: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str, Any]]:
-    return {
-        name: (method, path, body) for path, named in bodies.items() for name, body in named.items()
-    }
-
-
-# The bodies of POST requests by path and name: JSON, or raw bytes.
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {
-        "chat": chat_body("hi"),
-        "chat, words to escape": chat_body('say "a" \\b </c> é 漢 🙂 \u2028 \x7f'),
-        "chat, two choices": chat_body("hi", n=2, max_tokens=2, model="demo"),
-        "chat, logprobs": chat_body("hi", logprobs=True, top_logprobs=2),
-        "chat, prompt logprobs and ids": chat_body("hi", prompt_logprobs=1, return_token_ids=True),
-        "chat, reasoning and calls": chat_body(CALLING, **TOOLS),
-        "chat, calls alone": chat_body("say !f ={}", **TOOLS),
-        "chat, reasoning alone": chat_body("say *think"),
-        "chat, schema": chat_body(
-            "hi",
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-        ),
-        "chat, streamed": chat_body("hi", stream=True),
-        "chat, streamed words to escape": chat_body(
-            'say "a" \\b </c> é 漢 🙂 \u2028 \x7f', stream=True
-        ),
-        "chat, streamed choices": chat_body("say a b", n=2, **USAGE),
-        "chat, streamed continuous usage": chat_body("say a b", **CONTINUOUS),
-        "chat, streamed logprobs": chat_body("hi", logprobs=True, top_logprobs=1, **USAGE),
-        "chat, streamed ids": chat_body("say a b", return_token_ids=True, stream=True),
-        "chat, streamed reasoning and calls": chat_body(CALLING, **TOOLS, **USAGE),
-        "chat, streamed calls with ids": chat_body(
-            CALLING, **TOOLS, return_token_ids=True, logprobs=True, stream=True
-        ),
-        "chat, streamed and failing": chat_body("bad later", stream=True, max_tokens=9),
-        "chat, failing": chat_body("bad"),
-        "chat, failing before the stream": chat_body("bad", stream=True),
-        "chat, refused": chat_body("refused"),
-        "chat, no messages": {"messages": []},
-        "chat, a range": chat_body("hi", temperature=3),
-        "chat, an unknown value": chat_body("hi", reasoning_effort="vast"),
-        "chat, a wrong type": chat_body("hi", stop=["a", 1]),
-        "chat, no role": {"messages": [{"content": "hi"}]},
-        "chat, unimplemented": chat_body("hi", store=True),
-        "chat, unimplemented default": chat_body("hi", store=False, n=1),
-        "chat, unimplemented nested": chat_body("hi", structured_outputs={"structural_tag": "x"}),
-        "chat, a tool that is unknown": chat_body(
-            "hi", **TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}
-        ),
-        "chat, a bias that is no id": chat_body("hi", logit_bias={"x": 1}),
-        "chat, an image": chat_body([PICTURE]),
-        "chat, an unknown model": chat_body("hi", model="gpt"),
-        "chat, no JSON": b"{",
-        "chat, a list": b"[]",
-        "chat, half a surrogate pair": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        "chat, too large": b" " * 200_000,
-    },
-    TEXT: {
-        "text": {"prompt": "hi"},
-        "text, list": {"prompt": ["say a", "say b c"], "n": 2, "max_tokens": 2},
-        "text, ids": {"prompt": [104, 105], "return_token_ids": True},
-        "text, echo and logprobs": {"prompt": "hi", "echo": True, "logprobs": 2},
-        "text, echo alone": {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": 1},
-        "text, prompt logprobs": {"prompt": "hi", "prompt_logprobs": 2},
-        "text, streamed": {"prompt": "hi", "stream": True},
-        "text, streamed list": {"prompt": ["say a", "say b"], **USAGE},
-        "text, streamed logprobs and ids": {
-            "prompt": "hi",
-            "logprobs": 1,
-            "echo": True,
-            "return_token_ids": True,
-            "stream": True,
-        },
-        "text, streamed and failing": {"prompt": "bad later", "stream": True},
-        "text, no prompt": {},
-        "text, mixed": {"prompt": ["a", 1]},
-        "text, best of": {"prompt": "a", "best_of": 2},
-    },
-    RESPONSES: {
-        "responses": {"input": "hi", "store": False},
-        "responses, everything": {
-            "input": CALLING,
-            **FLAT_TOOLS,
-            "instructions": "ä",
-            "temperature": 1,
-            "top_p": 0.5,
-            "metadata": {"a": "b"},
-            "user": "u",
-            "include": ["message.output_text.logprobs"],
-            "top_logprobs": 1,
-            "tool_choice": "auto",
-            "reasoning": {"effort": "low"},
-            "text": {
-                "format": {"type": "json_schema", "name": "x", "schema": SCHEMA},
-                "verbosity": "low",
-            },
-        },
-        "responses, cut": {"input": "hi", "max_output_tokens": 2},
-        "responses, items": {
-            "input": [
-                {"role": "user", "content": "hi"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "1"},
-                {"role": "user", "content": [{"type": "input_text", "text": "say a"}]},
-            ]
-        },
-        "responses, streamed": {"input": "hi", "stream": True},
-        "responses, streamed reasoning and calls": {"input": CALLING, **FLAT_TOOLS, "stream": True},
-        "responses, streamed logprobs": {
-            "input": "hi",
-            "stream": True,
-            "include": ["message.output_text.logprobs"],
-            "top_logprobs": 1,
-        },
-        "responses, streamed and cut": {"input": "hi", "stream": True, "max_output_tokens": 2},
-        "responses, streamed and failing": {"input": "bad later", "stream": True},
-        "responses, failing": {"input": "bad"},
-        "responses, json object": {"input": "hi", "text": {"format": {"type": "json_object"}}},
-        "responses, a chosen tool": {
-            "input": "hi",
-            **FLAT_TOOLS,
-            "tool_choice": {"type": "function", "name": "f"},
-        },
-        "responses, unimplemented": {"input": "hi", "prompt": "a"},
-        "responses, unknown previous": {"input": "hi", "previous_response_id": "resp_1"},
-        "responses, unknown item": {"input": [{"type": "item_reference", "id": "x"}]},
-        "responses, no output": {"input": [{"type": "function_call_output", "call_id": "c"}]},
-    },
-    "/v1/decisions": {
-        "decisions": {"input": "it", "questions": QUESTIONS},
-        "decisions, items": {
-            "input": [{"role": "user", "content": [{"type": "input_json", "data": {"ä": 1}}]}],
-            "questions": QUESTIONS,
-        },
-        "decisions, no questions": {"input": "it", "questions": []},
-        "decisions, an unknown kind": {"input": "it", "questions": [{"type": "x"}]},
-    },
-    "/v1/systemone": {
-        "systemone": {"state": {"ä": [1]}, "questions": NAMED},
-        "systemone, images": {"state": "x", "questions": NAMED, "assets": {"a": 1}},
-    },
-    "/v1/embeddings": {
-        "embeddings": {"input": "hi"},
-        "embeddings, list": {"input": ["hi", "ho"], "dimensions": None},
-        "embeddings, base64": {"input": ["hi", "ho"], "encoding_format": "base64"},
-        "embeddings, both": {"input": "hi", "inputs": "ho"},
-        "embeddings, empty": {"input": []},
-        "embeddings, too long": {"input": "hi " * 5000},
-    },
-    "/embed": {"embeddings, bare": {"inputs": ["hi", "ho"]}},
-    "/rerank": {
-        "rerank": {"query": "q", "documents": ["a", {"text": "ccc"}, "bb"]},
-        "rerank, bare without texts": {"query": "q", "texts": ["a", "ß"]},
-        "rerank, nothing": {"query": "q"},
-    },
-    "/v1/rerank": {
-        "rerank, top": {
-            "query": "q",
-            "documents": ["a", "bb"],
-            "top_n": 1,
-            "return_documents": False,
-        }
-    },
-    "/v2/rerank": {"rerank, bare": {"query": "q", "texts": ["a", "ß"], "return_text": True}},
-    "/v1/score": {
-        "score": {"text_1": "q", "text_2": ["a", "bb"]},
-        "score, embedded": {"model": "demo-embedding", "text_1": "q", "text_2": ["a", "q"]},
-        "score, unequal": {"text_1": ["q", "r"], "text_2": ["a", "b", "c"]},
-    },
-    "/tokenize": {
-        "tokenize": {"prompt": "aé", "return_token_strs": True},
-        "tokenize, chat": chat_body("hi", add_generation_prompt=True),
-        "tokenize, nothing": {},
-    },
-    "/detokenize": {
-        "detokenize": {"tokens": [97, 233]},
-        "detokenize, unknown": {"tokens": [97, 5000]},
-    },
-    "/load_model": {"load": {"model": "demo"}},
-    "/": {"no pipeline": b"hi"},
-    AUDIO: {"audio, no form": {"file": "x"}},
-}
-# Those of forms with a recording.
-FORMS: dict[str, dict[str, Any]] = {
-    AUDIO: {
-        **{f"audio, {format}": {"response_format": format} for format in FORMATS},
-        "audio, words": {
-            "response_format": "verbose_json",
-            "timestamp_granularities[]": ["word", "segment"],
-        },
-        "audio, logprobs": {"include[]": "logprobs", "language": "de"},
-        "audio, streamed": {"stream": "true", "include[]": "logprobs"},
-        "audio, streamed and failing": {"stream": "true", "prompt": "bad later"},
-        "audio, refused": {"prompt": "refused"},
-        "audio, unimplemented": {"chunking_strategy": "server_vad"},
-        "audio, a range": {"temperature": "2"},
-    },
-    "/v1/audio/translations": {"audio, translated": {"response_format": "verbose_json"}},
-}
-# name: (method, path, body)
-REQUESTS: dict[str, tuple[str, str, Any]] = {
-    **by_name("POST", BODIES),
-    **by_name("FORM", FORMS),
-    "chat, GET": ("GET", CHAT, None),
-    "responses, unknown": ("GET", RESPONSES + "/resp_1", None),
-    "responses, unknown items": ("GET", RESPONSES + "/resp_1/input_items", None),
-    "models": ("GET", "/v1/models", None),
-    "model": ("GET", "/v1/models/demo", None),
-    "model, unknown": ("GET", "/v1/models/other", None),
-    "health": ("GET", "/health", None),
-    "ready": ("GET", "/ready", None),
-    "ping": ("GET", "/ping", None),
-    "no path": ("GET", "/v1/nothing", None),
-    "method": ("DELETE", "/v1/embeddings", None),
-}
-
-
-# Responses that are stored, each with the requests that follow.
-LIVES = {
-    "response, stored": {"input": "hi", "metadata": {"ä": "b"}},
-    "response, in the background": {"input": CALLING, **FLAT_TOOLS, "background": True},
-}
-LIFE = [
-    ("GET", ""),
-    ("GET", "?stream=true"),
-    ("GET", "/input_items?order=asc&limit=1"),
-    ("GET", "/input_items?limit=0"),
-    ("POST", "/cancel"),
-    ("DELETE", ""),
-    ("GET", ""),
-]
+UNSTABLE = ("cache_namespace", "path")  # fields of inputs
 
 
 class PacedGenerator(FakeGenerator):
@@ -336,6 +83,9 @@ def wait_for_readers(loop: asyncio.AbstractEventLoop | None) -> None:
         assert passed.wait(60)
 
 
+Models = tuple[PacedGenerator, PacedTranscriber]
+
+
 class FakeReranker:
     """Scores a document by its length."""
 
@@ -361,26 +111,35 @@ class FakeReranker:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    generator, transcriber = PacedGenerator(), PacedTranscriber()
+def models() -> Models:
+    return PacedGenerator(), PacedTranscriber()
+
+
+@pytest.fixture(scope="module")
+def server(models: Models) -> Iterator[Server]:
+    generator, transcriber = models
     loaders: Any = {
         "load_chat": lambda: generator,
         "load_reranker": FakeReranker,
         "load_transcriber": lambda: transcriber,
     }
-    with serving(embedding_model="demo", compile="off", max_body_mb=0.1, **loaders) as started:
+    settings: Any = {"compile": "off", "model_aliases": ("claude-*=demo", "gpt-*=demo")}
+    with serving(embedding_model="demo", **settings, **loaders) as started:
         generator.loop = transcriber.loop = started.worker_client.loop
         yield started
 
 
-def ask(server: Server, method: str, path: str, body: Any) -> httpx.Response:
+def ask(
+    server: Server, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> httpx.Response:
+    """Send a request with a body of JSON, `{"raw": text}`, or a form with a recording."""
     url = server.url + path
     if method == "FORM":
         return CLIENT.post(url, files={"file": ("a.wav", wav())}, data=body)
-    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    return CLIENT.request(
-        method, url, content=content, headers={"content-type": "application/json"}
-    )
+    if body is not None:
+        body = body["raw"] if "raw" in body else json.dumps(body)
+    headers = {"content-type": "application/json"} | (headers or {})
+    return CLIENT.request(method, url, content=body, headers=headers)
 
 
 def wav() -> bytes:
@@ -406,31 +165,82 @@ def normalized(name: str, response: httpx.Response) -> dict[str, Any]:
     return {"status": response.status_code, "headers": headers, "body": content.decode()}
 
 
-def answers(server: Server, name: str) -> list[dict[str, Any]]:
-    """One response, or those of a stored response's life."""
-    if name in REQUESTS:
-        return [normalized(name, ask(server, *REQUESTS[name]))]
-    response = ask(server, "POST", RESPONSES, LIVES[name])
-    found = [normalized(name, response)]
-    path = f"{RESPONSES}/{response.json()['id']}"
-    wait_until(lambda: ask(server, "GET", path, None).json()["status"] == "completed")
-    for method, suffix in LIFE:
-        found.append(normalized(name, ask(server, method, path + suffix, None)))
-    return found
+def described(value: Any) -> Any:
+    """Return a model's input as JSON, without fields that have their default."""
+    if is_dataclass(value):
+        defaults = {
+            field.name: field.default
+            if field.default_factory is MISSING
+            else field.default_factory()
+            for field in fields(value)
+        }
+        own = {name: getattr(value, name) for name in defaults if name not in UNSTABLE}
+        return {name: described(it) for name, it in own.items() if it != defaults[name]}
+    if isinstance(value, Mapping):
+        return {str(name): described(it) for name, it in value.items()}
+    return [*map(described, value)] if isinstance(value, tuple | list) else value
 
 
-@pytest.fixture(scope="module")
-def recorded(server: Server) -> dict[str, Any]:
+def exchanged(server: Server, models: Models, name: str) -> dict[str, list[Any]]:
+    """Send the requests of a name; return them with the model's inputs and the responses."""
+    requests, inputs, responses, id = EXCHANGES[name]["requests"], [], [], ""
+    for request in requests:
+        payloads: list[list[Any]] = [model.payloads for model in models]  # type: ignore[misc]
+        for each in payloads:
+            each.clear()
+        response = ask(server, *json.loads(json.dumps(request).replace("{id}", id)))
+        responses.append(normalized(name, response))
+        if not id and (found := re.search(r"resp_[0-9a-f]{24,}", response.text)):
+            id = found[0]
+            wait_until(lambda: is_ended(server, id))  # noqa: B023
+        by_choice = sorted(
+            chain(*payloads), key=lambda payload: getattr(payload, "first_choice", 0)
+        )
+        inputs.append(described(by_choice))
+    return {"requests": requests, "inputs": inputs, "responses": responses}
+
+
+def is_ended(server: Server, id: str) -> bool:
+    """Return whether a response is not generated any more, or not stored."""
+    status = ask(server, "GET", f"/v1/responses/{id}").json().get("status")
+    return status not in ("queued", "in_progress")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _record(server: Server, models: Models) -> None:
     if "RECORD" in os.environ:
-        responses = {name: answers(server, name) for name in (*REQUESTS, *LIVES)}
-        content = json.dumps(responses, ensure_ascii=False, indent=0)
-        RECORDED.write_text(content.replace("\u2028", "\\u2028") + "\n")
-    found: dict[str, Any] = json.loads(RECORDED.read_text())
-    return found
+        for name in EXCHANGES:
+            EXCHANGES[name] = exchanged(server, models, name)
+        FILE.write_text(written(EXCHANGES).replace("\u2028", "\\u2028"))
 
 
-@pytest.mark.parametrize("name", [*REQUESTS, *LIVES])
-def test_response_is_byte_for_byte_as_recorded(
-    server: Server, recorded: dict[str, Any], name: str
-) -> None:
-    assert answers(server, name) == recorded[name]
+def written(value: Any, depth: int = 0) -> str:
+    """Return JSON with a line for each request, input and response."""
+    if depth == 3 or not value:
+        return json.dumps(value, ensure_ascii=False)
+    start, end = "{}" if isinstance(value, dict) else "[]"
+    entries = [written(entry, depth + 1) for entry in (value.values() if start == "{" else value)]
+    if start == "{":
+        entries = [f"{json.dumps(key)}: {entry}" for key, entry in zip(value, entries, strict=True)]
+    lines = ",\n".join(" " * (depth + 1) + entry for entry in entries)
+    return f"{start}\n{lines}\n{' ' * depth}{end}" + "\n" * (depth == 0)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_response_is_byte_for_byte_as_recorded(server: Server, models: Models, name: str) -> None:
+    assert exchanged(server, models, name) == EXCHANGES[name]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EXCHANGES if "/v1/responses" in str(EXCHANGES[name])]
+)
+def test_recorded_responses_and_events_are_valid_for_the_sdk(name: str) -> None:
+    exchange = EXCHANGES[name]
+    for (_, path, *_), recorded in zip(exchange["requests"], exchange["responses"], strict=True):
+        if recorded["status"] == 200 and re.fullmatch(r"/v1/responses(/{id}(\?.*)?)?", path):
+            answer = httpx.Response(200, headers=recorded["headers"], text=recorded["body"])
+            if "stream" in recorded["headers"]["content-type"]:
+                after = path.partition("starting_after=")[2] or -1
+                events(answer, int(after) + 1)
+            elif '"deleted":true' not in answer.text:
+                response_document(answer)

@@ -10,8 +10,7 @@ import torch
 
 from batching.errors import InvalidInput
 from tests import tiny
-from tests.event_streams import CLIENT, post
-from tests.http.test_pipeline_http import error_of
+from tests.event_streams import CLIENT, assert_refused, error_of, post
 from tests.serving import Server, serving
 from tests.tiny import hf
 from tests.tiny_embedders import checkpoint, scored, write
@@ -211,17 +210,8 @@ def test_info_describes_a_reranker_where_nothing_embeds() -> None:
         assert "it needs EMBEDDING_MODEL" in post(server, "/similarity", {}).text
 
 
-def test_score_error_names_the_invalid_field(server: Server) -> None:
-    for text, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
-        body = {"model": "demo", "text_1": text, "text_2": ["b", "c"]}
-        answer = post(server, "/v1/score", body)
-        assert answer.status_code == 400, answer.text
-        assert error_of(answer)["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "/rerank": [
         ({"documents": ["a"]}, "query"),
         ({"query": "", "documents": ["a"]}, "query"),
         ({"query": "a"}, "documents"),
@@ -236,8 +226,19 @@ def test_score_error_names_the_invalid_field(server: Server) -> None:
         ({"query": "a", "documents": ["a"], "instruction": "b"}, "instruction"),
         ({"query": "a " * 100, "documents": ["a"]}, "query"),
     ],
+    "/v1/score": [
+        ({"model": "demo", "text_1": "", "text_2": ["b", "c"]}, "text_1"),
+        ({"model": "demo", "text_1": [""], "text_2": ["b", "c"]}, "text_1[0]"),
+        ({"model": "demo", "text_1": "a " * 300, "text_2": ["b", "c"]}, "text_1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [(path, body, param) for path, bodies in WRONG.items() for body, param in bodies],
 )
-def test_error_names_the_invalid_field(server: Server, body: dict[str, Any], param: str) -> None:
-    answer = post(server, "/rerank", body)
-    assert answer.status_code == 400, answer.text
-    assert error_of(answer)["param"] == param
+def test_error_names_the_invalid_field(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    assert_refused(post(server, path, body), param)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from server.apis.openai.responses.endpoint import Responses
-from tests.event_streams import CLIENT, open_stream
+from tests.event_streams import CLIENT, error_of, open_stream
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH, get_response, respond, response_document
 from tests.serving import Server, read_response, serving, wait_until
 

@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
-from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH
 from tests.serving import Server, serving, wait_until
 
@@ -17,12 +16,7 @@ ROUTES = [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cance
 ITEM = {"type": "message", "role": "user", "content": "private", "id": "msg_1"}
 
 
-@pytest.fixture
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
     with serving(load_chat=lambda: generator, api_keys=KEYS) as started:
         yield started
@@ -53,35 +47,25 @@ def assert_unknown(refusal: httpx.Response, id: str, unknown: httpx.Response) ->
     assert refusal.text.replace(id, "ID") == unknown.text.replace(id[::-1], "ID")
 
 
-@pytest.mark.parametrize(("method", "below"), ROUTES)
 @pytest.mark.parametrize("state", ["stored", "completed in background", "running"])
-def test_id_of_another_key_is_unknown(
-    server: Server, generator: FakeGenerator, method: str, below: str, state: str
+def test_response_of_another_key_is_unknown_and_cannot_be_continued(
+    server: Server, generator: FakeGenerator, state: str
 ) -> None:
     if state == "running":
         generator.gate.clear()
     id = create(server, "mine", background=state != "stored")
     if state != "running":
         wait_until(lambda: status(server, id) == "completed")
-    refusal = request(server, "other", method, f"/{id}{below}")
-    assert_unknown(refusal, id, request(server, "other", method, f"/{id[::-1]}{below}"))
-    assert status(server, id) == ("queued" if state == "running" else "completed")
-    generator.release()
-
-
-@pytest.mark.parametrize("state", ["stored", "running"])
-def test_response_of_another_key_cannot_be_continued(
-    server: Server, generator: FakeGenerator, state: str
-) -> None:
-    if state == "running":
-        generator.gate.clear()
-    id = create(server, "mine", background=state == "running")
+    for method, below in ROUTES:
+        refusal = request(server, "other", method, f"/{id}{below}")
+        assert_unknown(refusal, id, request(server, "other", method, f"/{id[::-1]}{below}"))
+        assert status(server, id) == ("queued" if state == "running" else "completed")
     body = {"input": "go on", "previous_response_id": id}
     refusal = request(server, "other", "POST", body=body)
     unknown = body | {"previous_response_id": id[::-1]}
     assert_unknown(refusal, id, request(server, "other", "POST", body=unknown))
     assert error_of(refusal)["param"] == "previous_response_id"
-    generator.release()
+    generator.gate.set()
 
 
 def test_item_of_another_key_is_unknown(server: Server) -> None:

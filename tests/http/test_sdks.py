@@ -64,37 +64,29 @@ def test_sdks_raise_the_refusal_of_a_stream_that_has_opened(api: str) -> None:
             list(stream)
 
 
-def transformers_chat(server: Server, folder: Path, model: str, *flags: str) -> str:
-    """Chat with a model by transformers' command; return its output."""
-    done = subprocess.run(
-        [Path(sys.executable).parent / "transformers", "chat", model, server.url, *flags],
-        input="hi\n!exit\n",
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "0", "COLUMNS": "120", "TERM": "dumb"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_transformers_chat_loads_a_model_and_talks_to_it(tmp_path: Path) -> None:
+    generators: list[FakeGenerator] = []
 
+    def load() -> FakeGenerator:
+        generators.append(FakeGenerator())
+        return generators[-1]
 
-def test_transformers_chat_loads_a_model(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"chat_model": "demo,cold=demo", "model_control": True}
-    with serving(load_chat=FakeGenerator, **settings) as server:
-        output = transformers_chat(server, tmp_path, "cold")
-    assert "cold is warm" in output  # it was not loaded
-    assert WHOLE in output
-
-
-def test_transformers_chat(tmp_path: Path) -> None:
-    generator = FakeGenerator()
     flags = ["max_new_tokens=20", "temperature=0.1", "do_sample=False", "top_k=9"]
-    with serving(load_chat=lambda: generator) as server:
-        output = transformers_chat(server, tmp_path, "demo", *flags)
-    assert "demo was already loaded" in output
-    assert WHOLE in output
-    [payload] = generator.payloads
+    settings: dict[str, Any] = {"chat_model": "demo,cold=demo", "model_control": True}
+    with serving(load_chat=load, **settings) as server:
+        done = subprocess.run(
+            [Path(sys.executable).parent / "transformers", "chat", "cold", server.url, *flags],
+            input="hi\n!exit\n",
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd=tmp_path,
+            env=os.environ | {"HF_HUB_OFFLINE": "0", "COLUMNS": "120", "TERM": "dumb"},
+        )
+    assert done.returncode == 0, done.stderr
+    assert "cold is warm" in done.stdout  # it was not loaded
+    assert WHOLE in done.stdout
+    [payload] = generators[1].payloads
     wanted = {"max_new_tokens": 20, "temperature": 0.1, "do_sample": False, "top_k": 9}
     assert dict(payload.config) == {**wanted, "transformers_version": transformers.__version__}
 

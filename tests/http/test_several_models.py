@@ -12,8 +12,7 @@ from huggingface_hub import constants
 
 from server import cached_models
 from tests import tiny
-from tests.event_streams import CLIENT, chat, post
-from tests.http.test_pipeline_http import error_of
+from tests.event_streams import CLIENT, chat, error_of, post
 from tests.hub import add_to_cache
 from tests.serving import Server, metric, serving
 from tests.transcribing import CTC, WHISPER, noise, saved

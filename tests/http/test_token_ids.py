@@ -208,41 +208,6 @@ def test_prompt_logprobs_of_a_chat_come_with_its_response(server: Server) -> Non
     assert "prompt_token_ids" not in without
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"prompt_logprobs": 1, "n": 2}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": True}, "prompt_logprobs"),
-        ({"return_token_ids": 1}, "return_token_ids"),
-        ({"return_token_ids": "yes"}, "return_token_ids"),
-    ],
-)
-def test_unsupported_combinations_are_refused_by_name(
-    server: Server, path: str, fields: dict[str, Any], param: str
-) -> None:
-    response = post(server, path, BODIES[path] | fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-
-
-def test_prompt_logprobs_that_differ_from_an_echo_are_refused(server: Server) -> None:
-    fields = {"echo": True, "logprobs": 2, "prompt_logprobs": 1}
-    response = post(server, COMPLETIONS, BODIES[COMPLETIONS] | fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
-
-
-@pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"prompt_logprobs": 0}])
-def test_responses_refuse_both_fields(server: Server, fields: dict[str, Any]) -> None:
-    response = post(server, "/v1/responses", {"input": "hi", **fields})
-    [param] = fields
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    accepted = {"input": "hi", "max_output_tokens": 16, "return_token_ids": False}
-    assert post(server, "/v1/responses", accepted).is_success
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_responses_have_the_time_per_stage(server: Server, path: str, stream: bool) -> None:

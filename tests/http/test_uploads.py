@@ -20,9 +20,8 @@ import soundfile
 from server.apis.openai.audio.endpoint import TranscriptionEndpoint
 from server.http.form import PREFIX, Form
 from server.http.upload import Uploads
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, error_of
 from tests.fake_transcriber import RATE, FakeTranscriber
-from tests.http.test_pipeline_http import error_of
 from tests.http.test_transcriptions import PATH, _all_is_removed, post, server, speaker, spool, wav
 from tests.serving import Server, read_response, serving, wait_until
 from tests.tiny import folder
@@ -48,6 +47,20 @@ def send(server: Server, body: bytes, media: str = "multipart/form-data; boundar
 
 
 FILE = ('name="file"; filename="a.wav"', tone(1.0, RATE))
+
+
+def test_an_upload_in_chunks_has_its_file_last_and_of_no_audio_type(server: Server) -> None:
+    """Without a content length, as Open WebUI sends it."""
+    lines = [
+        b"--xyz", b'content-disposition: form-data; name="model"', b"", b"demo",
+        b"--xyz", b'content-disposition: form-data; name="file"; filename="a.wav"',
+        b"content-type: application/octet-stream", b"", wav(), b"--xyz--", b"",
+    ]  # fmt: skip
+    headers = {"content-type": "multipart/form-data; boundary=xyz"}
+    body = iter([line + b"\r\n" for line in lines])
+    response = CLIENT.post(server.url + PATH, content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    assert "text" in response.json()
 
 
 def test_malformed_forms_are_refused(server: Server) -> None:

@@ -14,8 +14,7 @@ import torch
 from batching.errors import InvalidInput
 from server.apis.openai.embedding import score as score_module
 from tests import tiny
-from tests.event_streams import post
-from tests.http.test_pipeline_http import error_of
+from tests.event_streams import error_of, post
 from tests.model.test_embedder import TEXTS, embed
 from tests.model.test_token_states import token_states
 from tests.serving import serving

@@ -12,8 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from batching.errors import InvalidInput
 from tests import tiny
-from tests.event_streams import CLIENT, post
-from tests.http.test_pipeline_http import error_of
+from tests.event_streams import CLIENT, error_of, post
 from tests.model.test_embedder import TEXTS, embed
 from tests.model.test_token_states import token_states
 from tests.serving import serving

@@ -16,7 +16,6 @@ from worker.cores import (
     choose_cores,
     cpu_quota,
     find_cores,
-    one_per_physical_core,
     pin,
     unpin,
 )
@@ -33,27 +32,39 @@ def group(root: Path, place: str, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-# ── how many threads ──
+# ── threads and pinned cores ──
 
 
-def test_each_physical_core_gets_a_thread() -> None:
-    assert choose_cores(range(4), ALONE, None, None, "auto").threads == 4
-    assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").threads == 2
-    assert choose_cores({1, 2, 3}, HYPERTHREADS, None, None, "auto").threads == 2
-    assert one_per_physical_core({1, 2, 3}, HYPERTHREADS) == [1, 2]
-
-
-def test_cores_without_a_known_topology_count_each() -> None:
-    assert choose_cores(range(4), dict.fromkeys(range(4), ""), None, None, "auto").threads == 4
-
-
-@pytest.mark.parametrize(("quota", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (3.5, 3), (9.0, 4)])
-def test_threads_do_not_exceed_the_quota(quota: float, threads: int) -> None:
-    assert choose_cores(range(4), ALONE, quota, None, "auto").threads == threads
-
-
-def test_a_requested_number_of_threads_wins() -> None:
-    assert choose_cores(range(4), ALONE, 2.0, 3, "auto").threads == 3
+@pytest.mark.parametrize(
+    ("cores", "topology", "quota", "requested", "setting", "threads", "pinned"),
+    [
+        # "auto" pins where there are spare cores, and others would not choose the same ones
+        ({0, 1, 2, 3}, ALONE, None, None, "auto", 4, set()),
+        ({0, 1, 2, 3}, HYPERTHREADS, None, None, "auto", 2, {0, 1}),
+        ({1, 2, 3}, HYPERTHREADS, None, None, "auto", 2, {1, 2}),
+        ({0, 1, 2, 3}, dict.fromkeys(range(4), ""), None, None, "auto", 4, set()),
+        *(
+            ({0, 1, 2, 3}, ALONE, quota, None, "auto", threads, set())
+            for quota, threads in ((0.5, 1), (1.9, 1), (2.0, 2), (3.5, 3), (9.0, 4))
+        ),
+        ({0, 1, 2, 3}, ALONE, 2.0, 3, "auto", 3, set()),
+        ({0, 1, 2, 3}, ALONE, None, 2, "auto", 2, set()),
+        ({0, 1, 2, 3}, ALONE, None, 2, "on", 2, {0, 1}),
+        ({0, 1, 2, 3}, HYPERTHREADS, None, 3, "on", 3, {0, 1, 2}),
+        ({0, 1, 2, 3}, HYPERTHREADS, None, None, "off", 2, set()),
+    ],
+)
+def test_each_physical_core_gets_a_thread_within_the_quota(
+    cores: set[int],
+    topology: dict[int, str],
+    quota: float | None,
+    requested: int | None,
+    setting: str,
+    threads: int,
+    pinned: set[int],
+) -> None:
+    chosen = choose_cores(cores, topology, quota, requested, setting)
+    assert (chosen.threads, chosen.pinned) == (threads, pinned)
 
 
 def test_the_requested_number_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,28 +108,7 @@ def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(process(tmp_path, ["0::/a"], [])) is None
 
 
-# ── pinned cores ──
-
-
-def test_auto_pins_to_one_core_per_physical_core() -> None:
-    assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").pinned == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("quota", "requested"),
-    [(2.0, None), (None, 2), (None, None)],
-    ids=["same quota", "same request", "no spare cores"],
-)
-def test_auto_does_not_pin_where_other_processes_would_choose_the_same_cores(
-    quota: float | None, requested: int | None
-) -> None:
-    assert not choose_cores(range(4), ALONE, quota, requested, "auto").pinned
-
-
-def test_on_pins_to_as_many_cores_as_threads_and_off_to_none() -> None:
-    assert choose_cores(range(4), ALONE, None, 2, "on").pinned == {0, 1}
-    assert choose_cores(range(4), HYPERTHREADS, None, 3, "on").pinned == {0, 1, 2}
-    assert not choose_cores(range(4), HYPERTHREADS, None, None, "off").pinned
+# ── pinning ──
 
 
 def test_without_affinity_torch_chooses_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,41 +246,31 @@ def test_the_app_sets_openmps_environment() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize(("limited", "spin_count"), [(True, str(SPIN_COUNT)), (False, None)])
-def test_spinning_is_bounded_under_a_quota(
-    monkeypatch: pytest.MonkeyPatch, limited: bool, spin_count: str | None
+@pytest.mark.parametrize(
+    ("given", "limited", "threads", "spin_count"),
+    [
+        ({}, True, "2", str(SPIN_COUNT)),  # spinning is bounded under a quota
+        ({}, False, "2", None),
+        ({"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}, True, "3", None),
+        # OpenMP would use all cores, whatever the quota
+        *(({"OMP_NUM_THREADS": n}, True, "2", str(SPIN_COUNT)) for n in ("abc", "0", "-1", "")),
+    ],
+)
+def test_openmps_environment_is_set_unless_the_operator_has_set_it(
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    limited: bool,
+    threads: str,
+    spin_count: str | None,
 ) -> None:
-    forget(monkeypatch)
-    set_openmp_variables(Cores(2, frozenset(), limited, ""))
-    assert os.environ["OMP_NUM_THREADS"] == "2"
-    assert os.environ.get("GOMP_SPINCOUNT") == spin_count
-
-
-def test_the_operators_openmp_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget(monkeypatch)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    set_openmp_variables(Cores(2, frozenset(), True, ""))
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-    assert "GOMP_SPINCOUNT" not in os.environ
-
-
-@pytest.mark.parametrize("nonsense", ["abc", "0", "-1", ""])
-def test_an_invalid_number_of_threads_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, nonsense: str
-) -> None:
-    """OpenMP would use all cores, whatever the quota."""
-    forget(monkeypatch)
-    monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
-    set_openmp_variables(Cores(2, frozenset(), True, ""))
-    assert os.environ["OMP_NUM_THREADS"] == "2"
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the environment after the test."""
-    for name in OPENMP:
+    for name in OPENMP:  # restored after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    set_openmp_variables(Cores(2, frozenset(), limited, ""))
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ.get("GOMP_SPINCOUNT") == spin_count
 
 
 # ── the memory of compiled products ──

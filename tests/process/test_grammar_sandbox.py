@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
-import numpy as np
 import pytest
-from llguidance import LLTokenizer
 
 from batching.errors import InvalidInput, ItemFailed, QueueFull, WorkerDown
 from batching.fair_share import NO_OWNER, WorkOwner
@@ -32,7 +31,7 @@ from tests.tiny_chat import engine
 from worker.engines.generation.engine import RUNS_AHEAD
 from worker.grammar import bitmask, compiler, sandbox
 from worker.grammar.bitmask import BitmaskComputer, PendingMask
-from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
+from worker.grammar.compiler import GrammarCompiler, compiling_for
 from worker.grammar.sandbox import GrammarSandbox, SandboxResult
 from worker.messages.generation import Constraint, Sampling
 from worker.messages.protocol import Pending
@@ -328,54 +327,6 @@ def late(item: Any) -> Any:
     return item
 
 
-def test_late_mask_delays_its_own_grammar_alone(gate: threading.Event) -> None:
-    grammars = engine().input_processor.constraint_builder.grammars
-    grammar, *others = (
-        when_ready(lambda text=text: grammars.compile_constraint(regex(text)))  # type: ignore[misc]
-        for text in ("[a-c]+", "[b-d]+", "[c-e]+")
-    )
-    computer = BitmaskComputer(WIDTH, [TOKENIZER.eos_token_id])
-
-    def mask(grammar: Grammar) -> PendingMask:
-        return PendingMask(grammar.matcher.deep_copy(), grammar=grammar)
-
-    grammar.size = LATE
-    held = [mask(grammar) for _ in range(bitmask.MAX_THREADS)]
-    for other in others:
-        ready = mask(other)
-        computer.start([*held, ready])
-        computer.wait([ready])  # the first is behind a late one
-        computer.start([*held, ready])
-        ready.outcome.result(60)
-        expected = np.frombuffer(other.matcher.deep_copy().compute_bitmask(), np.uint8)
-        expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
-        assert np.array_equal(computer.token_mask([(0, 1, ready)]).tokens[0].numpy(), expected)
-    assert not any(mask.outcome.done() for mask in held)
-    gate.set()
-    for waiting in held:
-        waiting.outcome.result(60)
-
-
-def test_step_does_not_wait_for_a_grammar_whose_last_mask_was_late(
-    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = LLTokenizer("byte")
-    computer = BitmaskComputer(tokenizer.vocab_size, [])
-    grammar = Grammar(sandbox.compile_grammar(tokenizer, "start: /a/"), LATE)
-    mask = PendingMask(grammar.matcher, grammar=grammar)
-    computer.start([mask])
-    computer.wait([mask])  # a moment
-    assert not mask.outcome.done()
-    grammar.is_slow = True
-    waited: list[Any] = []
-    monkeypatch.setattr(bitmask, "wait", lambda outcomes, limit_s: waited.extend(outcomes))
-    computer.wait([mask])
-    assert not waited
-    gate.set()
-    mask.outcome.result(60)
-    assert not grammar.is_slow  # it took no CPU time
-
-
 def test_cpu_time_of_late_masks_counts_as_the_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(engine())
     item = driver.add(owned(asking(constraint=regex("[ab]{20}v")))).item
@@ -390,12 +341,12 @@ def test_cpu_time_of_late_masks_counts_as_the_grammars(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_row_without_a_mask_sits_out_while_others_decode(
+def test_rows_without_a_mask_sit_out_while_others_decode(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     monkeypatch.setitem(RUNS_AHEAD, "cpu", ahead)
     driver = Driver(engine())
-    held = driver.add(owned(asking(constraint=regex("[ab]{9}w"), n=2)))
+    held = driver.add(owned(asking(constraint=regex("[ab]{9}w"), n=bitmask.MAX_THREADS)))
     late(held.item)
     other = driver.add(owned(asking(max_tokens=6, stopping={"ignore_eos": True})))
     mate = driver.add(owned(asking(constraint=regex("[cd]{4}y"))))
@@ -477,12 +428,8 @@ def has_fork(process: Any) -> bool:
 def test_failed_start_of_the_grammar_thread_is_retried(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    def out_of_threads(run: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox, "start_with_large_stack", out_of_threads)
+        patch.setattr(sandbox, "start_with_large_stack", Mock(side_effect=RuntimeError))
         with pytest.raises(WorkerDown):
             grammars.compile_constraint(regex("[ab]"))
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))

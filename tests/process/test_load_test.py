@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import math
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +32,8 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from server.commands.load_test import generator as generator_module
-from server.commands.load_test.arguments import make_parser, parse_args
-from server.commands.load_test.command import arrival_intervals, make_generator
+from server.commands.load_test.arguments import make_parser
+from server.commands.load_test.command import arrival_intervals, load_command, make_generator
 from server.commands.load_test.generator import LoadGenerator
 from server.commands.load_test.latency_plot import plot
 from server.commands.load_test.report import duration
@@ -95,7 +95,7 @@ class Target:
             yield "data: [DONE]\n\n"
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(target: Target, **config_options: str) -> Iterator[int]:
     """Serve the target in a thread; yield the port."""
     routes = [
@@ -133,10 +133,11 @@ def generator_for(*words: str) -> tuple[LoadGenerator, Any]:
 
 
 def printed(*args: str | Path) -> tuple[list[str], dict[str, Any]]:
-    """Run the script; return the lines that it prints, and the document behind them."""
-    done = processes.run([sys.executable, SCRIPT, *args])
-    assert (done.returncode, done.stderr) == (0, "")
-    *lines, last = done.stdout.splitlines()
+    """Run the command; return the lines that it prints, and the document behind them."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        load_command("load", [*map(str, args)])
+    *lines, last = output.getvalue().splitlines()
     return lines, json.loads(last)
 
 
@@ -174,13 +175,26 @@ def test_texts_come_from_a_file(target: Target, tmp_path: Path) -> None:
     assert json.loads(target.bodies[3])["input"] == "one"
 
 
-def test_a_file_without_texts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("\n \n")
-    for name in ("empty.txt", "absent.txt"):
-        texts = ["--texts", str(tmp_path / name)]
-        done = processes.run([sys.executable, str(SCRIPT), "http://x", "--requests=1", *texts])
-        assert done.returncode == 2
-        assert "no such file, or it has no text" in done.stderr
+EMPTY = "no such file, or it has no text"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--texts=/dev/null"], EMPTY),
+        (["--texts=/nowhere"], EMPTY),
+        (["--kind=json", "--fields=[1]"], "--fields"),
+        (['--fields={"a": 1}'], "--fields"),
+        *(([f"--words={words}"], "--words") for words in ("0", "5-4", "4,60", "-4", "4-", "many")),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_command("load", ["http://x", "--requests=1", *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="there is no openssl to make certificates")
@@ -190,13 +204,18 @@ def test_https_is_verified(target: Target, tmp_path: Path, monkeypatch: pytest.M
     named = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key)]
     command = ["openssl", *options.split(), *named, "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)
+
+    def statuses(url: str, requests: int) -> dict[str, int]:
+        done = processes.run([sys.executable, SCRIPT, url, f"--requests={requests}"])
+        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])["statuses"]
+        return found
+
     with serving(target, ssl_keyfile=str(key), ssl_certfile=str(certificate)) as port:
         url = f"https://localhost:{port}/"
-        assert run(url, "--requests", "1")["statuses"] == {"SSLCertVerificationError": 1}
+        assert statuses(url, 1) == {"SSLCertVerificationError": 1}
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        assert run(url, "--requests", "2")["statuses"] == {"200": 2}
-        other = run(f"https://127.0.0.1:{port}/", "--requests", "1")
-        assert other["statuses"] == {"SSLCertVerificationError": 1}
+        assert statuses(url, 2) == {"200": 2}
+        assert statuses(f"https://127.0.0.1:{port}/", 1) == {"SSLCertVerificationError": 1}
 
 
 def test_json_kind_posts_the_text_under_the_key(target: Target) -> None:
@@ -206,15 +225,6 @@ def test_json_kind_posts_the_text_under_the_key(target: Target) -> None:
     assert set(body) == {"text", "documents"}
     assert body["documents"] == ["a"]
     assert target.headers[0]["content-type"] == "application/json"
-
-
-@pytest.mark.parametrize("flags", [["--kind=json", "--fields=[1]"], ['--fields={"a": 1}']])
-def test_fields_are_an_object_and_need_a_json_body(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_args("load", ["http://x", "--requests=1", *flags])
-    assert "--fields" in capsys.readouterr().err
 
 
 def test_parameters_reach_a_pipeline() -> None:
@@ -317,13 +327,6 @@ def test_default_texts_fit_the_demo_model() -> None:
     )
     words = make_parser("load").parse_args(["http://x"]).words
     assert words[1] * max_tokens + len(tokenizer.encode("[MASK]")) <= 128
-
-
-@pytest.mark.parametrize("words", ["0", "5-4", "4,60", "-4", "4-", "many"])
-def test_an_invalid_word_range_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        make_parser("load").parse_args(["http://x", f"--words={words}"])
-    assert "--words" in capsys.readouterr().err
 
 
 def test_streamed_chat_measures_tokens(target: Target) -> None:

@@ -19,11 +19,10 @@ from server.apis.pipeline.endpoint import pipeline_operation
 from server.http.access import is_open
 from server.http.operation import OperationRoute
 from server.openapi.document import DESCRIPTIONS, TAGS, build_document
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 from worker.tasks import TASKS
 
@@ -99,33 +98,18 @@ def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
         generation = set(fetch(no_pipeline)["paths"]) - ALWAYS
         assert generation == no_pipeline.app.paths - ALWAYS
         assert "/v1/chat/completions" in generation
-    described = fetch(server)["paths"]
-    assert set(described) == server.app.paths == {*ALWAYS, *generation, "/predict", "/info"}
-    for path, operations in described.items():
+    document = fetch(server)
+    assert set(document["paths"]) == {*ALWAYS, *generation, "/predict", "/info"}
+    check_routes(server, document)
+
+
+def check_routes(server: Server, document: dict[str, Any]) -> None:
+    """Check that the document has the paths and methods of the server."""
+    assert set(document["paths"]) == server.app.paths
+    for path, operations in document["paths"].items():
         answer = CLIENT.request("TRACE", server.url + path, headers=KEY)
         allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")}
         assert allowed - {"head"} == set(operations), path
-
-
-def test_files_and_batches_are_described(tmp_path: Path) -> None:
-    with serving(load_chat=FakeGenerator, ready=False, batch_dir=str(tmp_path)) as server:
-        document = fetch(server)
-        check_form(document)
-        batches = {path for path in document["paths"] if path.startswith(("/v1/files", "/v1/bat"))}
-        assert len(batches) == 6
-        assert set(document["paths"]) == server.app.paths
-        for path in batches:
-            answer = CLIENT.request("TRACE", server.url + path)
-            allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")}
-            assert allowed - {"head"} == set(document["paths"][path]), path
-
-
-def test_embeddings_and_reranking_are_described() -> None:
-    with serving(load_embedder=FakeRunner, load_reranker=FakeRunner, ready=False) as server:
-        document = fetch(server)
-        check_form(document)
-        assert set(document["paths"]) == server.app.paths
-        assert {"/v1/embeddings", "/v2/rerank", "/v1/score", "/info"} < set(document["paths"])
 
 
 def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:
@@ -140,7 +124,7 @@ def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:
         fuzz(server, tmp_path, 3, "--include-path-regex=audio")
 
 
-def test_each_field_of_a_request_has_a_description_and_each_path_a_tag(tmp_path: Path) -> None:
+def test_all_routes_fields_and_paths_are_described(tmp_path: Path) -> None:
     kinds: dict[str, Any] = {
         "load_embedder": FakeRunner,
         "load_reranker": FakeRunner,
@@ -149,7 +133,11 @@ def test_each_field_of_a_request_has_a_description_and_each_path_a_tag(tmp_path:
     settings: dict[str, Any] = {"batch_dir": str(tmp_path), "pipeline_task": "text-to-audio"}
     with serving(FakeRunner, **kinds, ready=False, **settings) as server:
         document = fetch(server)
+        check_form(document)
+        check_routes(server, document)
         routes = [route for route in server.app.routes if isinstance(route, OperationRoute)]
+    paths = {*document["paths"]}
+    assert {"/v1/files", "/v1/batches", "/v1/embeddings", "/v2/rerank", "/v1/score"} < paths
     used = set()
     requests = [route.operation.request for route in routes]
     for kind in {request for request in requests if isinstance(request, type)}:

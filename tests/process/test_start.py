@@ -126,19 +126,6 @@ def test_tls_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
     assert_refused(run([*SERVER, "--ssl-certfile", str(file)]), f"--ssl-certfile {file}")
 
 
-def test_flags_override_the_environment() -> None:
-    done = run([*SERVER, "--max-batch-size", "none"], MAX_BATCH_SIZE="8")
-    assert_refused(done, "MAX_BATCH_SIZE='none': must be a whole number")
-
-
-def test_an_env_file_is_read_before_the_settings_are_checked(tmp_path: Path) -> None:
-    """The environment and flags override it."""
-    file = tmp_path / "settings"
-    file.write_text("PIPELINE_MODEL=/nowhere\nDTYPE=none\nMAX_BATCH_SIZE=none\n")
-    flags = ["--env-file", str(file), "--max-batch-size", "8"]
-    assert_refused(run([*SERVER, *flags], DTYPE="float32"), "PIPELINE_MODEL='/nowhere'")
-
-
 @pytest.mark.parametrize(
     ("args", "env", "message"),
     [
@@ -160,11 +147,19 @@ def test_an_env_file_is_read_before_the_settings_are_checked(tmp_path: Path) -> 
         (["--max-batch-sise", "8"], {}, "--max-batch-size"),
         (["--port", "many"], {}, "'many' is not a valid integer"),
         ([str(ROOT / "worker/demo/chat"), "--chat-model", "demo"], {}, "give one of them"),
+        (["--max-batch-size", "none"], {"MAX_BATCH_SIZE": "8"}, "MAX_BATCH_SIZE='none': must be a"),
+        (["--workers", "2"], {}, "one process serves the model"),
+        ([], {"WEB_CONCURRENCY": "2"}, "WEB_CONCURRENCY=2: one process serves the model"),
     ],
 )
 def test_invalid_arguments_are_refused_in_one_line_before_the_model_loads(
     args: list[str], env: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert message in refusal(capsys, *args, **env)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str, **env: str) -> str:
+    """Return the line of a command that ends before it loads the model, which does not exist."""
     with (
         patch.dict(os.environ, {"PIPELINE_MODEL": "/nowhere", **env}),
         pytest.raises(SystemExit) as ended,
@@ -173,7 +168,31 @@ def test_invalid_arguments_are_refused_in_one_line_before_the_model_loads(
     assert ended.value.code == MISUSE
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("onequeue: ")
-    assert message in line
+    return line
+
+
+def test_an_env_file_is_read_before_the_settings_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment and flags override it."""
+    file = tmp_path / "settings"
+    file.write_text("CHAT_MODEL=/elsewhere\nDTYPE=none\nMAX_BATCH_SIZE=none\n")
+    flags = ["--env-file", str(file), "--max-batch-size", "8"]
+    line = refusal(capsys, *flags, PIPELINE_MODEL="none", DTYPE="float32")
+    assert "CHAT_MODEL='/elsewhere'" in line
+
+
+def test_a_port_in_use_is_refused_before_the_model_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for line, part in (
+            (refusal(capsys, "--port", port), f"--port {port}"),
+            (refusal(capsys, PORT=port), f"--host 127.0.0.1 PORT={port}"),
+        ):
+            assert part in line
+            assert "Address already in use" in line
 
 
 def test_the_command_needs_no_torch() -> None:
@@ -210,21 +229,6 @@ def test_a_reloading_server_leaves_omp_num_threads_unset() -> None:
     """
     done = run(program(code), OMP_NUM_THREADS="")
     assert done.stdout == "\n", done.stderr
-
-
-def test_a_port_in_use_is_refused_before_the_model_loads() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = run([*SERVER, "--port", port], PIPELINE_MODEL="/nowhere")
-        in_environment = run(SERVER, PORT=port, PIPELINE_MODEL="/nowhere")
-    assert_refused(done, "--port " + port, "Address already in use")
-    assert_refused(in_environment, "--host 127.0.0.1 PORT=" + port, "Address already in use")
-
-
-def test_several_workers_are_refused_with_the_reason(script: list[str]) -> None:
-    for command in (SERVER, script):
-        assert_refused(run([*command, "--workers", "2"]), "one process serves the model")
-        assert_refused(run(command, WEB_CONCURRENCY="2"), "WEB_CONCURRENCY=2: one process")
 
 
 @pytest.mark.parametrize(
