@@ -133,13 +133,6 @@ def test_a_padded_batch_has_items_of_similar_length_and_the_oldest() -> None:
     assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [5, 6, 7]
 
 
-def test_padding_counts_against_the_token_cap() -> None:
-    b = batcher(size=10, tokens=100, packs=False, wait_s=0.0)
-    for n in (10, 90, 11):
-        arrive(b, item(tokens=n), 0.0)
-    assert [i.tokens for i in b.take(0.0, NEVER)] == [10, 11]  # 90 would make it 3 x 90
-
-
 def test_packed_batch_keeps_the_order_of_arrival() -> None:
     b = batcher(size=10, tokens=100, wait_s=0.0)
     items = [item(tokens=n) for n in (60, 50, 10)]

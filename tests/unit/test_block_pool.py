@@ -2,10 +2,12 @@
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from batching.block_pool import BlockPool, BlockTable
+from batching.state_pool import StatePool
 from tests.scheduling import assert_sound
 
 
@@ -38,11 +40,6 @@ A, B, C = [[letter] * 4 for letter in (1, 2, 3)]  # a block each
 
 def pool_of(num_blocks: int, block_size: int = 4, fresh_fraction: float = 1.0) -> BlockPool:
     return BlockPool(num_blocks, block_size, fresh_fraction)
-
-
-def test_blocks_for_rounds_up() -> None:
-    pool = pool_of(1, block_size=4)
-    assert [pool.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
 def test_the_longest_computed_prefix_is_found() -> None:
@@ -149,14 +146,6 @@ def test_beyond_the_fraction_fresh_blocks_are_used_when_all_others_are_in_use() 
     assert_sound(pool, [table])
 
 
-def test_tails_are_evicted_before_heads_within_the_fraction_too() -> None:
-    pool = pool_of(8, fresh_fraction=0.5)
-    cached(pool, A + B)
-    cached(pool, C + A)
-    cached(pool, B)
-    assert [len(found(pool, tokens)) for tokens in (A + B, C + A, B)] == [1, 2, 1]
-
-
 def test_trimmed_blocks_are_allocated_next() -> None:
     pool = pool_of(5)
     cached(pool, C + B)
@@ -213,3 +202,57 @@ def test_blocks_of_a_paused_sequence_are_not_waited_for() -> None:
     assert pool.match(tokens) == ([table.blocks[0]], None)
     pool.register(table, tokens, 12)
     assert pool.match([*tokens, 0]) == (list(table.blocks), None)
+
+
+# ── blocks and states that other threads copy: whether a copy is of the contents it was for ──
+
+
+def run(pool: BlockPool, tokens: list[int]) -> tuple[int, Any]:
+    """Compute a block, and the states after it. Return the block, and its description."""
+    table = pool.open(tokens, [], checkpoints=(4,))
+    assert table is not None
+    pool.plan_states(table, 4)
+    pool.commit_states(table, 4)
+    pool.register(table, tokens, 4)
+    [block] = table.blocks
+    description = pool.describe(block)
+    pool.close(table)
+    return block, description
+
+
+def test_a_block_has_its_description_until_it_is_evicted() -> None:
+    pool = BlockPool(2, 4)
+    block, description = run(pool, A)
+    run(pool, B)
+    assert description
+    assert pool.describe(block) == description
+    run(pool, C)  # in the memory of A, which is the least recently used
+    assert pool.describe(block) != description
+    run(pool, A)
+    assert pool.describe(block) != description  # the same contents, perhaps written meanwhile
+
+
+def test_a_block_never_seems_to_have_its_former_contents() -> None:
+    """Another thread may ask between any two changes of the pool."""
+    pool, answers = BlockPool(1, 4), list[bool]()
+    block, description = run(pool, A)
+
+    class Watched(list[Any]):
+        def __setitem__(self, *change: Any) -> None:
+            super().__setitem__(*change)
+            answers.append(pool.describe(block) == description)
+
+    pool._key_of, pool._prefix_of = Watched(pool._key_of), Watched(pool._prefix_of)
+    run(pool, B)
+    assert answers == [False] * 3  # evicted, then announced
+
+
+def test_states_have_their_description_until_their_slot_is_taken_again() -> None:
+    pool = BlockPool(8, 4, states=StatePool(1, 1))
+    block, description = run(pool, A)
+    prefix, checkpoint = description
+    assert checkpoint is not None
+    assert pool.describe(block) == description
+    run(pool, B)  # has the only checkpoint
+    run(pool, C)
+    assert pool.describe(block) == (prefix, None)

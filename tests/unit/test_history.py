@@ -36,7 +36,6 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 TOOLS = [tool("get_weather", city={"type": "string", "description": "Where"}), tool("clock")]
 ASKED = {"role": "user", "content": "What is the weather?"}
 CITY = {"city": "Zürich"}
-NESTED = {"city": 'Zürich "old" <town>', "at": {"names": ["O'Hara", "x\\y"], "n": 1.5}}
 
 
 @cache
@@ -281,28 +280,22 @@ def test_results_of_earlier_or_unknown_calls_are_kept() -> None:
     assert "call_unknown" not in text
 
 
-@pytest.mark.parametrize("arguments", ['{"city": ', "[1]", "sunny"])
-def test_invalid_arguments_are_rendered_unchanged(arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ('{"city": ', ['{"city": ', '"{\\"city\\": "']),  # no JSON
+        ("[1]", ["[1]"]),
+        ("sunny", ["sunny"]),
+        (r'{"city": "a\ud83d"}', ["a\ufffd", r"a\ud83d"]),  # half a surrogate pair
+        ('{"city": 12345678901234567890123}', ["12345678901234567890123"]),
+    ],
+)
+def test_unusual_arguments_are_rendered_unchanged(arguments: str, texts: list[str]) -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
         part = DeltaPart("call", arguments, "get_weather")
-        text = second_turn(template_of(HEAD + template + END), [part], "told")
-        assert arguments in text or json.dumps(arguments) in text
-
-
-def test_half_a_surrogate_pair_in_arguments_can_be_tokenized() -> None:
-    part = DeltaPart("call", r'{"city": "a\ud83d"}', "get_weather")
-    for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
-        text = second_turn(template_of(HEAD + template + END), [part], "told")
-        assert "a\ufffd" in text or r"a\ud83d" in text
-        assert text.encode()
-
-
-def test_large_integers_are_rendered_unchanged() -> None:
-    for template in (SAYS + OBJECTS, SAYS + TEXTS):
-        part = DeltaPart("call", '{"city": 12345678901234567890123}', "get_weather")
-        assert "12345678901234567890123" in second_turn(
-            template_of(HEAD + template + END), [part], "told"
-        )
+        rendered = second_turn(template_of(HEAD + template + END), [part], "told")
+        assert any(text in rendered for text in texts)
+        assert rendered.encode()  # it can be tokenized
 
 
 def test_calls_are_an_error_where_the_template_supports_none() -> None:
@@ -332,54 +325,11 @@ def test_error_quotes_the_templates_own_message_only(raises: str, message: str) 
 
 NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
 NO_TOOLS = "google-gemma-2-2b-it"  # takes neither a system message nor tools
-CAN = [name for name in NAMES if name != NO_TOOLS]
-HIDES_CONTENT = {  # content before a call is not rendered
-    "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407",
-}  # fmt: skip
-OWN_FORM = {  # of arguments
-    "ByteDance-Seed-OSS", "GLM-4.6", "LFM2.5-8B-A1B", "MiniMax-M2", "Qwen3-Coder",
-    "google-gemma-4-31B-it", "tool_chat_template_llama3.2_pythonic", "tool_chat_template_toolace",
-}  # fmt: skip
 needs_templates = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
 
 
 def real(name: str) -> ChatTemplate:
     return template_of((REAL / f"{name}.jinja").read_text())
-
-
-@needs_templates
-@pytest.mark.parametrize("name", CAN)
-@pytest.mark.parametrize("arguments", [CITY, NESTED])
-def test_real_template_renders_a_call_and_its_result(name: str, arguments: Any) -> None:
-    text = second_turn(real(name), [calling(arguments)], "18° sunny")
-    assert text.count("18° sunny") == 1
-    before = real(name).render(chat([ASKED])[1]).text  # has the tools as well
-    assert text.count("get_weather") > before.count("get_weather")
-    if name in OWN_FORM:
-        assert text.count("Zürich") == 1
-        assert '\\"city' not in text
-        assert "O'Hara" in text or arguments == CITY
-    else:
-        assert shown(text, arguments) == 1
-    assert "None" not in text
-
-
-@needs_templates
-@pytest.mark.parametrize("name", CAN)
-def test_real_template_takes_foreign_ids(name: str) -> None:
-    chat_template = real(name)
-    messages: list[Any] = [ASKED]
-    for turn in range(2):
-        message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
-        for call, id in zip(message["tool_calls"], FOREIGN, strict=False):
-            call["id"] = id
-        tool_results = results(message, f"α{turn}", f"β{turn}")
-        messages += [message, *tool_results, {"role": "assistant", "content": "Ah."}, ASKED]
-    text = chat_template.render(chat(messages)[1]).text
-    for word in ("α0", "β0", "α1", "β1"):
-        assert text.count(word) == 1, word
-    if chat_template.history_format and chat_template.history_format.call_ids == "nine":
-        assert not any(str(id) in text for id in FOREIGN)
 
 
 @needs_templates
@@ -396,7 +346,9 @@ def test_history_formats_of_real_templates() -> None:
         [(key, value)] = fields.items()
         return {name for name, form in forms.items() if getattr(form, key) == value}
 
-    assert having(call_ids="nine") == HIDES_CONTENT
+    assert having(call_ids="nine") == {
+        "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407",
+    }  # fmt: skip
     assert having(call_ids="named") == {"moonshotai-Kimi-K2"}
     assert having(arguments="text") == {"tool_chat_template_phi4_mini"}
     assert having(empty_content="null") == {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}

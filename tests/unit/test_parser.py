@@ -11,26 +11,21 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import regex
 from transformers.utils.chat_parsing import parse_response
 
-from tests.call_formats import NAMES, call_format_of, output_format_of
+from tests.call_formats import NAMES, call_text, output_format_of
 from tests.matrix import matrix
 from worker.messages.deltas import TokenLogprob
 from worker.text.detokenizer import TextSpan, TokenSpan
 from worker.text.output_format import (
-    CONTENT,
     DEFAULT_OUTPUT_FORMAT,
-    Delimiter,
     OutputFormat,
     declared_output_format,
     inferred_output_format,
-    is_literal,
 )
-from worker.text.parser import OutputEvent, OutputParser, first_chars
+from worker.text.parser import OutputEvent, OutputParser
 from worker.text.tool_call_format import (
     DEFAULT_TOOL_CALL_FORMAT,
-    ID,
 )
 
 WEATHER = {
@@ -387,10 +382,7 @@ def test_undelimited_json_is_content_up_to_the_name_of_a_tool() -> None:
 @pytest.mark.parametrize("name", [*NAMES, "channels"])
 def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -> None:
     output_format = output_format_of(name)
-    assert output_format.tool_calls is not None
-    arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
-    arguments = "" if output_format.tool_calls.arguments.open else arguments
-    text = output_format.tool_calls.render([(tool, arguments)]).replace(ID, "a1")
+    text = call_text(name, {"n": 1}, tool)
     tools = [{"type": "function", "function": {"name": tool}}]
     for cuts in ([], list(range(1, len(text)))):
         result = read(output_format, text, cuts, tools=tools)
@@ -409,90 +401,64 @@ def test_unopened_reasoning_is_reported_where_it_closes() -> None:
         assert [event.kind for event in feed(parser, text) + parser.finish()] == kinds
 
 
-# Fields of response templates, and outputs.
-CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# Fields of the tool calls of response templates, and outputs.
 TEMPLATES: list[tuple[dict[str, Any], str]] = [
     (
         {
-            "reasoning_content": THINK,
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>",
-                "close": "</tool_call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "transform": {"type": "function", "function": "{content}"},
         },
         WHOLE,
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
-                "close_pattern": r"</function>\s{0,8}</tool_call>",
-                "repeats": True,
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-                },
-                "transform": CAPTURED,
-            }
+            "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
+            "close_pattern": r"</function>\s{0,8}</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
         },
         "so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
         "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})\[ARGS\]",
-                "close_pattern": r"(?=\[TOOL_CALLS\])",
-                "repeats": True,
-                "content": "json",
-                "transform": CAPTURED,
-            }
+            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
         },
         '[TOOL_CALLS]get[ARGS]{"n": 1}[TOOL_CALLS]put[ARGS]{}',
     ),
     (
         {
-            "tool_calls": {
-                "open": "[TOOL_CALLS]",
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{name}", "arguments": "{arguments}"},
-                },
-                "transform_each": True,
-            }
+            "open": "[TOOL_CALLS]",
+            "repeats": False,
+            "transform": function("{name}", "{arguments}"),
+            "transform_each": True,
         },
         'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}}, '
         '{"name": "put", "arguments": {}}]',
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
-                "close": "<tool_call|>",
-                "repeats": True,
-                "content": "json",
-                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-                "transform": CAPTURED,
-            }
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
+            "close": "<tool_call|>",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
         },
         '<|tool_call>call:get{s:<|"|>x "y"<|"|>,n:2}<tool_call|>',
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r'(?=\{"name": ?")',
-                "repeats": True,
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-                },
-            }
+            "open_pattern": r'(?=\{"name": ?")',
+            "transform": function("{content.name}", "{content.parameters}"),
         },
         '{"name": "get", "parameters": {"s": "b"}}',
     ),
@@ -503,11 +469,14 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
 def test_response_templates_are_parsed_as_by_transformers(
     fields: dict[str, Any], text: str
 ) -> None:
-    spec = {"start_anchor": "\n", "fields": {**fields, "content": {"content": "text"}}}
+    calls = {"repeats": True, "content": "json", "transform": function("{name}", "{content}")}
+    content = {"content": {"content": "text"}, "reasoning_content": THINK}
+    spec = {"start_anchor": "\n", "fields": {"tool_calls": calls | fields, **content}}
     theirs = parse_response(text, copy.deepcopy(spec), prefix="", tools=[WEATHER])
-    calls = theirs.get("tool_calls", [])
-    calls = [call for item in calls for call in (item if isinstance(item, list) else [item])]
-    expected = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    expected = []
+    for item in theirs.get("tool_calls", []):
+        called = [call["function"] for call in (item if isinstance(item, list) else [item])]
+        expected += [(call["name"], call["arguments"]) for call in called]
     for cuts in ([], list(range(len(text)))):
         ours = read(declared_output_format(spec), text, cuts)
         assert ours["content"].strip() == theirs.get("content", "")
@@ -524,17 +493,6 @@ def test_arguments_are_streamed() -> None:
     feed(parser, "}\n</tool_call>")
     assert [*phases, parser.phase] == ["call", "content"]
     assert (parser.calls_started, parser.calls_finished) == (1, 1)
-
-
-def test_text_in_which_no_delimiter_can_begin_is_not_searched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every token of every stream goes through the parser."""
-    parser = OutputParser(HERMES, "", True, [WEATHER])
-    monkeypatch.setattr(OutputParser, "_parse", None)
-    pieces = ["Hello", " there", ".\n", " More", " text "]
-    events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
-    assert [event.span.text for event in events] == ["Hello", " there", ".", "\n More", " text"]
 
 
 def test_content_is_emitted_as_soon_as_it_is_certain() -> None:
@@ -596,12 +554,8 @@ REFERRING = {
 
 def test_arguments_have_the_types_of_referenced_schemas() -> None:
     arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3", "odd": "4"}
-    shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
-    entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
-    result = read(
-        output_format_of("coder"), call_format_of("coder").render([("get", entries)]), tools=[tool]
-    )
+    result = read(output_format_of("coder"), call_text("coder", arguments), tools=[tool])
     assert [json.loads(text) for _, text in result["calls"]] == [arguments]
 
 
@@ -636,8 +590,8 @@ def test_unterminated_string_ends_with_its_call(
         ("bare python", "[get(n=1, s='a'", 1),
         ("hermes", '<tool_call>\n{"name": "get"', 11),
         ("coder", "<tool_call>\n<function=get>\n<parameter=n>\n7\n</p", 11),
-        ("coder", call_format_of("coder").render([("get", "")]), 11),
-        ("section", call_format_of("section").render([("get", '{"n": 1}')]), 7),
+        ("coder", call_text("coder", {}), 11),
+        ("section", call_text("section", {"n": 1}), 7),
     ],
 )
 def test_truncated_call_is_no_content(name: str, text: str, first: int) -> None:
@@ -791,39 +745,3 @@ def parsed_by_pieces(output_format: Any, text: str) -> tuple[float, list[Any]]:
     seconds = time.thread_time() - started
     gc.enable()
     return seconds, events
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (r"\s*<tool_call>", False),
-        ("<tool_call>", True),
-        (r"<\|a\|>", True),
-        (r"a+", False),
-        (r"(?P<name>x)", False),
-        (r"\w", False),
-        (r"a\\", True),
-    ],
-)
-def test_a_literal_pattern_matches_one_text(pattern: str, expected: bool) -> None:
-    assert is_literal(pattern) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "chars"),
-    [
-        (r"<\|(?:im_end|end)\|>\s*", "<"),
-        (r"<[|]y", "<"),
-        (r"<?b", "<b"),
-        (r"｜<a|b", "｜b"),
-        (r"(?=\{)", "{"),
-        (r"(?:<a>\s*)?(?P<name>[xy]\w+)", "<xy"),
-        (r"[\w.:/-]{1,9}+\(", ""),
-        (r"[^<]", ""),
-        (r"a*", ""),
-        ("", ""),
-    ],
-)
-def test_first_characters_of_a_delimiter(pattern: str, chars: str) -> None:
-    delimiter = Delimiter(frozenset(), CONTENT, regex.compile(pattern))
-    assert first_chars(delimiter.pattern) == {*chars}

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
-from tests.call_formats import NAMES, call_format_of, output_format_of
+from tests.call_formats import NAMES, accepts, call_format_of, call_text, output_format_of
 from worker.grammar.constraint_builder import ConstraintBuilder
 from worker.grammar.lark import FORMATS
 from worker.grammar.tool_calls import tool_calls_grammar
@@ -237,49 +237,11 @@ ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any], bool | list[str]]] = [
 ]
 
 
-def rendered(name: str, arguments: dict[str, Any]) -> str:
-    """Return the text of a call of `get`."""
-    form = call_format_of(name).arguments
-    if form.style == "json":
-        shown = json.dumps(arguments)
-    elif form.style == "python":
-        shown = ", ".join(f"{key}={python(value)}" for key, value in arguments.items())
-    else:
-        shown = form.comma.join(
-            form.open + key + form.middle + entry(form.quotes, value) + form.close
-            for key, value in arguments.items()
-        )
-    return call_format_of(name).render([("get", shown)]).replace(ID, "id1").lstrip()
-
-
-def python(value: Any) -> str:
-    return repr(value) if isinstance(value, bool) or value is None else json.dumps(value)
-
-
-def entry(quotes: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f"{quotes}{value}{quotes}"
-    if quotes and isinstance(value, list):
-        return f"[{','.join(entry(quotes, item) for item in value)}]"
-    if quotes and isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{entry(quotes, item)}' for key, item in value.items())}}}"
-    return json.dumps(value)
-
-
 def tool(parameters: Any, name: str = "get") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 TOOLS = [tool(MIXED), {"type": "function", "function": {"name": "put"}}]
-
-
-def accepts(grammar: str, text: str) -> bool:
-    """Whether a grammar accepts the text as a whole output."""
-    tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, grammar)
-    assert not matcher.get_error()
-    tokens = tokenizer.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def takes(
@@ -299,7 +261,7 @@ def test_arguments_are_constrained_by_their_schema(
 ) -> None:
     accepting = good if isinstance(good, list) else NAMES * good
     for name in NAMES:
-        text = rendered(name, arguments)
+        text = call_text(name, arguments)
         assert takes(call_format_of(name), text, [tool(schema)]) == (name in accepting), text
         if schema is MIXED and good:
             other = text.replace("get", "set", 1)
@@ -313,7 +275,7 @@ def test_strings_have_their_format(name: str, key: str) -> None:
     for texts, good in ((GOOD[key], True), (BAD[key], False)):
         for text in texts:
             assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True) == good
-            assert takes(call_format_of(name), rendered(name, {"s": text}), tools) == good, text
+            assert takes(call_format_of(name), call_text(name, {"s": text}), tools) == good, text
 
 
 @pytest.mark.parametrize("name", PYTHON)
@@ -332,7 +294,7 @@ def test_strings_without_quotes_of_json_are_free(name: str) -> None:
     schema = {"type": "string", "format": "uuid", "pattern": "^a", "minLength": 5}
     tools = [tool({"properties": {"s": schema}})]
     for text in ("x", "</b>\n\n<b>", "a 'b' \"c\"\\", "7"):
-        assert takes(call_format_of(name), rendered(name, {"s": text}), tools), text
+        assert takes(call_format_of(name), call_text(name, {"s": text}), tools), text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
@@ -352,15 +314,6 @@ def test_call_started_in_a_section_is_constrained() -> None:
     assert not takes(call_format, f"{within}</calls>")
 
 
-class GrammarRecorder:
-    """In place of GrammarCompiler: records the grammar."""
-
-    quote = staticmethod(json.dumps)
-
-    def compile(self, grammar: str, param: str) -> None:
-        self.grammar = grammar
-
-
 def test_calls_and_documents_have_their_own_headers() -> None:
     header = "<|channel|>final<|message|>"
     call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'
@@ -369,19 +322,22 @@ def test_calls_and_documents_have_their_own_headers() -> None:
     )
     for text in (f"<|start|>assistant{call}", call.lstrip()):
         assert accepts(calls, text), text
-    builder: Any = ConstraintBuilder.__new__(ConstraintBuilder)
-    builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
+    builder, grammars = ConstraintBuilder.__new__(ConstraintBuilder), list[str]()
+    compiler = SimpleNamespace(
+        quote=json.dumps, compile=lambda grammar, _: grammars.append(grammar)
+    )
+    builder._template, builder.grammars = SimpleNamespace(), compiler  # type: ignore[assignment]
     chat = Chat(({"role": "user", "content": "?"},), (tool(MIXED),))
     constraint = Constraint("json_schema", {"type": "object"}, "response_format")
     request = GenerationInput(chat, tool_policy=ToolCallPolicy(("get",)), constraint=constraint)
     builder.build(request, output_format_of("channels"), "")
     for text in (
         "{}",
-        header + "{}",
+        f"{header}{{}}",
         f"<|start|>assistant{header}{{}}",
         f"<|start|>assistant{call}",
     ):
-        assert accepts(builder.grammars.grammar, text), text
+        assert accepts(grammars[0], text), text
 
 
 @pytest.mark.parametrize(
