@@ -17,11 +17,7 @@ from batching.fair_share import WorkOwner
 from batching.request_queue import FairQueue, RequestQueue
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import (
-    Deadlines,
-    IncomingRequest,
-    Submission,
-)
+from server.core.worker_client import Deadlines, IncomingRequest, Submission
 from tests.fake_generator import DeltaQueue
 from worker.messages.deltas import MAX_UNREAD, Delta, DeltaPart
 

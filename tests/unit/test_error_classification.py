@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from batching.errors import (
-    DeadlineExceeded,
-    DeviceLost,
-    ItemFailed,
-    OnequeueError,
-    OutOfMemory,
-)
+from batching.errors import DeadlineExceeded, DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from worker.error_classification import failure_of
 
 

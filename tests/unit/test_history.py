@@ -210,9 +210,7 @@ FOREIGN = ["call_0123456789abcdef01234567", "toolu_01", "call_0", "call_0", None
 
 
 @pytest.mark.parametrize("ids", [FOREIGN[:2], FOREIGN[2:4], FOREIGN[3:], ["abcdefgh1", "x"]])
-def test_foreign_ids_are_adapted_equally_in_calls_and_results(
-    ids: list[str | None],
-) -> None:
+def test_foreign_ids_are_adapted_equally_in_calls_and_results(ids: list[str | None]) -> None:
     marked = NINE.replace("{{ c.id }}", "%{{ c.id }}%")
     marked = marked.replace(
         "{{ m.tool_call_id }}", "{{ '%' ~ m.tool_call_id ~ '%' if m.tool_call_id }}"
@@ -416,12 +414,7 @@ PLACES = [
         f"<s>rules</><u>one</><a>first</><u>{FOLDED}</>",
         None,
     ),
-    (
-        [RULES, NOTE, FIRST],
-        "<s>rules</><s>note</><u>one</>",
-        "<s>rules\n\nnote</><u>one</>",
-        None,
-    ),
+    ([RULES, NOTE, FIRST], "<s>rules</><s>note</><u>one</>", "<s>rules\n\nnote</><u>one</>", None),
     (
         [FIRST, CALLING_A, RESULT_A, NOTE],
         f"<u>one</>{CALL_A}<t>of a</><s>note</>",

@@ -11,12 +11,7 @@ from transformers.generation import logits_process
 from worker.model import sampler
 from worker.model.logit_changes import process_logits
 from worker.model.logits_processors import CheckpointProcessors, NoRepeatedNgrams
-from worker.model.sampler import (
-    SamplingParams,
-    SamplingRow,
-    SamplingState,
-    TokenMask,
-)
+from worker.model.sampler import SamplingParams, SamplingRow, SamplingState, TokenMask
 
 VOCABULARY, EOS, MAX_TOKENS = 200, [3, 7], 6
 PROMPT, OUTPUT = [4, 9, 11, 4, 9, 12, 4], [9, 11, 30, 40, 9, 42]

@@ -24,9 +24,7 @@ from worker.text.output_format import (
     inferred_output_format,
 )
 from worker.text.parser import OutputEvent, OutputParser
-from worker.text.tool_call_format import (
-    DEFAULT_TOOL_CALL_FORMAT,
-)
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 WEATHER = {
     "type": "function",
@@ -215,11 +213,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ("", "", [("get", {"n": 1})]),
     ),
     ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [("get", {})])),
-    (
-        "channels",
-        "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
-        ("", "", []),
-    ),
+    ("channels", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", ("", "", [])),
     (  # a delimiter in a string ends no call
         "section",
         '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from batching.errors import (
-    ClientGone,
-    DeadlineExceeded,
-    DeadlineHopeless,
-    Draining,
-    QueueFull,
-)
+from batching.errors import ClientGone, DeadlineExceeded, DeadlineHopeless, Draining, QueueFull
 from batching.fair_share import Priority, WorkOwner
 from batching.request_queue import FairQueue, RequestQueue, WorkItem
 from batching.step_times import StepTimes
@@ -41,11 +35,7 @@ class Queue(RequestQueue):
         return self.accept(owner, payloads, deadline, self.of_model, "model")
 
     def admit_each(
-        self,
-        count: int,
-        deadline: float,
-        client: str | None = None,
-        flow: str | None = None,
+        self, count: int, deadline: float, client: str | None = None, flow: str | None = None
     ) -> list[WorkItem]:
         """Admit requests of an input each."""
         return [self.admit([n], deadline, client, flow)[0] for n in range(count)]

@@ -11,10 +11,7 @@ import pytest
 from batching import scheduler
 from batching.block_pool import BlockPool
 from batching.fair_share import Priority, WorkOwner
-from batching.scheduler import (
-    RESERVE_DIVISOR,
-    ContinuousScheduler,
-)
+from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from batching.state_pool import StatePool
 from tests.matrix import matrix

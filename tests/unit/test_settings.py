@@ -3,60 +3,49 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from server.app import create_app
 from server.commands.serve import export_settings
-from server.core.settings import (
-    Settings,
-    SettingsError,
-    load_settings,
-    misspelled,
-)
+from server.core.settings import Settings, SettingsError, load_settings, misspelled
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_values_are_parsed_by_their_type() -> None:
     assert load_settings({}) == Settings()
-    settings = load_settings(
-        {
-            "MAX_BATCH_SIZE": "8",
-            "MAX_BATCH_WAIT_MS": "0",
-            "API_KEYS": "a, b,,",
-            "DEBUG": "1",
-            "DTYPE": "bfloat16",
-        }
-    )
-    assert settings.max_batch_size == 8
-    assert settings.max_batch_wait_ms == 0
+    environ = {"MAX_BATCH_SIZE": "8", "MAX_BATCH_WAIT_MS": "0", "API_KEYS": "a, b,,"}
+    settings = load_settings(environ | {"DEBUG": "1", "DTYPE": "bfloat16"})
+    assert (settings.max_batch_size, settings.max_batch_wait_ms) == (8, 0)
     assert settings.api_keys == ("a", "b")
-    assert settings.debug is True
-    assert settings.dtype == "bfloat16"
+    assert (settings.debug, settings.dtype) == (True, "bfloat16")
 
 
-def test_env_file_is_read_and_the_environment_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nMAX_QUEUE_SIZE=6\nHF_TOKEN=a\n")
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that a server starts in, with an empty environment."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", {"MAX_QUEUE_SIZE": "7"})
+    monkeypatch.setattr(os, "environ", {})
+    return tmp_path
+
+
+def export(**flags: str) -> None:
+    export_settings(None, {spec.name: None for spec in fields(Settings)} | flags)
+
+
+def test_env_file_is_read_and_the_environment_wins(folder: Path) -> None:
+    (folder / ".env").write_text("MAX_BATCH_SIZE=5\nMAX_QUEUE_SIZE=6\nHF_TOKEN=a\n")
+    os.environ["MAX_QUEUE_SIZE"] = "7"
     settings = load_settings()
     assert (settings.max_batch_size, settings.max_queue_size) == (5, 7)
     assert os.environ["HF_TOKEN"] == "a", "other libraries read it"
 
 
-def test_env_files_are_loaded_before_the_model_is_looked_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nHF_TOKEN=a\n")
-    (tmp_path / "other.env").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", {})
-    flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
-    export_settings(None, {**flags, "max_queue_size": "8", "env_file": "other.env"})
+def test_env_files_are_loaded_before_the_model_is_looked_up(folder: Path) -> None:
+    (folder / ".env").write_text("MAX_BATCH_SIZE=5\nHF_TOKEN=a\n")
+    (folder / "other.env").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
+    export(max_queue_size="8", env_file="other.env")
     assert os.environ == {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_SIZE": "8", "HF_TOKEN": "a"}
 
 
@@ -86,8 +75,9 @@ def test_env_files_are_loaded_before_the_model_is_looked_up(
     ],
 )
 def test_an_invalid_value_is_refused_by_name(name: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=name):
+    with pytest.raises(SettingsError, match=name) as refused:
         load_settings({name: value})
+    assert name != "API_KEYS" or value not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +95,6 @@ def test_lists_are_split_at_commas(name: str, value: str) -> None:
     assert parts == tuple(part.strip() for part in value.split(","))
 
 
-def test_an_invalid_key_is_not_shown() -> None:
-    with pytest.raises(SettingsError) as raised:
-        load_settings({"API_KEYS": "very secret"})
-    assert "secret" not in str(raised.value)
-
-
 def test_help_lists_every_setting() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "server", "serve", "--help"],
@@ -124,50 +108,33 @@ def test_help_lists_every_setting() -> None:
     assert "0: never (0)" in " ".join(done.stdout.split())  # the default of --model-idle-s
 
 
-def test_a_misspelled_setting_in_the_env_file_is_refused_with_a_guess(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".env").write_text("OPENAI_API_KEY=x\nPIPELINE_MODLE=x\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=r"PIPELINE_MODLE in .env .* PIPELINE_MODEL"):
-        load_settings()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"OPENAI_API_KEY=x\nPIPELINE_MODLE=x\n", r"PIPELINE_MODLE in .env .* PIPELINE_MODEL"),
         ("MAX_RUNNING=7".encode("utf-16"), r"\.env: is not UTF-8 text"),
         (b"A=b\0c", r"\.env: embedded null byte"),
     ],
 )
-def test_an_unreadable_env_file_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
-) -> None:
-    (tmp_path / ".env").write_bytes(content)
-    monkeypatch.chdir(tmp_path)
+def test_an_unusable_env_file_is_refused(folder: Path, content: bytes, message: str) -> None:
+    (folder / ".env").write_bytes(content)
     with pytest.raises(SettingsError, match=message):
         load_settings()
 
 
-def test_a_folder_named_as_the_env_file_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "other.env"
-    file.write_text("MAX_RUNNING=7")
-    (tmp_path / ".env").mkdir()  # some name their virtual environment so
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", {})
-    flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
-    export_settings(None, {**flags, "env_file": str(file)})
+def test_a_folder_named_as_the_env_file_is_ignored(folder: Path) -> None:
+    (folder / "other.env").write_text("MAX_RUNNING=7")
+    (folder / ".env").mkdir()  # some name their virtual environment so
+    export(env_file="other.env")
     assert load_settings().max_running == 7
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_misspelled_setting_in_the_environment_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("API_KEY", "max_batch_size", "MODEL_NAME", "LOG_LEVEL", "OPENAI_API_KEY"):
-        monkeypatch.setenv(name, "x")
+        os.environ[name] = "x"
     assert load_settings() == Settings()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "did you mean" in line]
     assert sorted(warnings) == [

@@ -17,7 +17,6 @@ import pytest
 from server.commands.template import end_of_turn
 from tests.matrix import matrix
 from tests.unit.test_history import answered, chat, results
-from tests.unit.test_parser import garbled
 from worker.engines.generation.input_processor import response_parser, response_prefix
 from worker.engines.generation.response_reader import (
     ParsedResponse,
@@ -162,28 +161,6 @@ def test_recorded_outputs_are_parsed_as_intended(name: str, number: int) -> None
         assert not wrong, (case["output"], expected)
     else:
         assert wrong, "it is read as it is meant: take it out of KNOWN_FAILURES"
-
-
-@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
-def test_garbled_output_is_parsed_the_same_whatever_the_chunks(name: str) -> None:
-    template, rng = reader(name).template, random.Random(0)
-    texts = [(text, [LOOKUP]) for text, _ in template.examples]
-    texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
-    for text, tools in texts:
-        for _ in range(5):
-            source_text = garbled(text, template.output_format.visible_texts, rng)
-            cuts = sorted(rng.choices(range(len(source_text) + 1), k=6))
-            whole, *others = (
-                parsed_response(
-                    parse(OutputParser(template.output_format, "", True, tools), chunks)
-                )
-                for chunks in (
-                    [source_text],
-                    source_text,
-                    [source_text[a:b] for a, b in pairwise([0, *cuts, None])],
-                )
-            )
-            assert others == [whole, whole], source_text
 
 
 # ── calls rendered back ──

@@ -124,11 +124,7 @@ NESTED: dict[str, Any] = {
             "properties": {"at": {"$ref": "#/$defs/time"}, "nest": NEST},
             "required": ["at"],
         },
-        "map": {
-            "type": "object",
-            "additionalProperties": {"type": "integer"},
-            "minProperties": 1,
-        },
+        "map": {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
         "text_or_list": {"type": ["string", "array"], "minItems": 2},
         "text_or_number": {"type": ["string", "integer"], "minimum": 5},
         "any_format": {"type": "string", "format": "nonsense"},

@@ -123,8 +123,11 @@ class Bench:
         wait_until(lambda: self.recorder.count() >= outcomes)
 
 
+Start = Callable[..., Bench]
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Bench]]:
+def start() -> Iterator[Start]:
     benches: list[Bench] = []
 
     def make(runner: FakeRunner | None = None, **settings: Any) -> Bench:
@@ -142,8 +145,12 @@ def start() -> Iterator[Callable[..., Bench]]:
         assert not bench.worker.thread.is_alive()
 
 
-def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., Bench]) -> None:
-    bench = start()
+@pytest.fixture
+def bench(start: Start) -> Bench:
+    return start()
+
+
+def test_loads_and_warms_up_on_its_own_thread_before_ready(bench: Bench) -> None:
     assert bench.recorder.states == ["ready"]
     assert len(bench.recorder.loaded) == 2
     assert bench.runner.warm_ups == 1
@@ -151,18 +158,14 @@ def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., 
     assert bench.worker.thread.daemon
 
 
-def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(
-    start: Callable[..., Bench],
-) -> None:
-    bench = start()
+def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(bench: Bench) -> None:
     bench.run_as_one_batch("a", "b", "c")
     assert bench.runner.batches == [["first"], ["a", "b", "c"]]
     assert bench.recorder.outcomes["b"] == ["B"]
     assert bench.recorder.reports[-1].size == 3
 
 
-def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
-    bench = start()
+def test_one_bad_input_fails_alone(bench: Bench) -> None:
     texts = [f"t{n}" for n in range(7)] + ["bad"]
     bench.run_as_one_batch(*texts)
     for text in texts[:-1]:
@@ -172,8 +175,7 @@ def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
     assert bench.runner.warm_ups == 1  # others succeeded: no probe is needed
 
 
-def test_bad_inputs_alone_do_not_open_the_breaker(start: Callable[..., Bench]) -> None:
-    bench = start()
+def test_bad_inputs_alone_do_not_open_the_breaker(bench: Bench) -> None:
     for n in range(5):
         bench.submit(f"bad {n}")
         bench.wait_for(n + 1)
@@ -184,9 +186,7 @@ def test_bad_inputs_alone_do_not_open_the_breaker(start: Callable[..., Bench]) -
     assert bench.runner.warm_ups == 1 + 5  # a probe after each batch without a success
 
 
-def test_a_bad_input_beside_a_cut_item_needs_no_probe(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_bad_input_beside_a_cut_item_needs_no_probe(start: Start) -> None:
     class Slow(FakeRunner):
         def forward(self, prepared: list[Any]) -> list[Any]:
             continues = len(self.batches) < 5
@@ -200,7 +200,7 @@ def test_a_bad_input_beside_a_cut_item_needs_no_probe(
     assert bench.runner.warm_ups == 1  # a probe would restart the long item
 
 
-def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench]) -> None:
+def test_out_of_memory_halves_the_batch_and_retries(start: Start) -> None:
     def two_fit(texts: list[str]) -> None:
         if len(texts) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -214,7 +214,7 @@ def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench])
     assert bench.batcher.cap == 2
 
 
-def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -> None:
+def test_an_item_too_large_for_memory_fails_alone(start: Start) -> None:
     def raises(texts: list[str]) -> None:
         if "huge" in texts:
             raise MemoryError
@@ -225,7 +225,7 @@ def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -
     assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
 
 
-def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Bench]) -> None:
+def test_a_lost_device_ends_the_worker_without_bisection(start: Start) -> None:
     def lost(texts: list[str]) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -236,9 +236,7 @@ def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Be
     assert type(bench.recorder.errors[-1]) is WorkerDown
 
 
-def test_steps_with_failures_only_probe_the_model(
-    start: Callable[..., Bench],
-) -> None:
+def test_steps_with_failures_only_probe_the_model(start: Start) -> None:
     bench = start(cooldown_s=60.0)
     bench.generator.healthy = False
     for n in range(3):
@@ -253,9 +251,7 @@ def test_steps_with_failures_only_probe_the_model(
     assert bench.runner.warm_ups == 1
 
 
-def test_a_running_model_does_not_keep_another_models_breaker_closed(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_running_model_does_not_keep_another_models_breaker_closed(start: Start) -> None:
     bench = start(cooldown_s=60.0)
     bench.runner.healthy = False
     stream = bench.generate("long")
@@ -292,7 +288,7 @@ def test_models_of_the_start_share_the_limit_of_memory() -> None:
     assert rooms == [1000, 700]
 
 
-def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
+def test_an_item_cancelled_during_bisection_is_not_run_again(start: Start) -> None:
     cancelled: list[WorkItem] = []
 
     def cancel(texts: list[str]) -> None:
@@ -310,9 +306,7 @@ def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[...
     assert not any("d" in batch for batch in bench.runner.batches[2:])
 
 
-def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(
-    start: Callable[..., Bench],
-) -> None:
+def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(start: Start) -> None:
     bench = start(max_wait_s=60.0)
     bench.hold(*(f"full {n}" for n in range(8)))  # a full batch leaves at once
     bench.submit("waited")
@@ -321,9 +315,7 @@ def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(
     assert bench.runner.batches[-1] == ["waited"]
 
 
-def test_a_failed_batchs_memory_is_free_before_its_halves_run(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_failed_batchs_memory_is_free_before_its_halves_run(start: Start) -> None:
     class Tensor:
         pass
 
@@ -346,12 +338,11 @@ def test_a_failed_batchs_memory_is_free_before_its_halves_run(
 
 
 def test_an_idle_worker_returns_memory_once_and_then_waits_without_a_timeout(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed = threading.Semaphore(0)
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
     monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.release())
-    bench = start()
     for work in (
         lambda: None,  # after loading
         lambda: bench.run_as_one_batch("a", "b"),
@@ -378,7 +369,7 @@ class Interruptible(FakeRunner):
         return outputs
 
 
-def test_other_models_run_in_the_middle_of_a_step(start: Callable[..., Bench]) -> None:
+def test_other_models_run_in_the_middle_of_a_step(start: Start) -> None:
     bench = start(Interruptible())
     bench.hold("a")
     bench.generate("say a b")
@@ -429,7 +420,7 @@ def test_an_interrupted_step_is_not_entered_again() -> None:
 
 
 def test_an_engine_runs_its_own_steps_while_it_encodes(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, events = start(), list[str]()
     step = bench.generator.step
@@ -449,10 +440,9 @@ def test_an_engine_runs_its_own_steps_while_it_encodes(
 
 
 def test_an_engine_without_a_due_step_wakes_the_worker(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.worker.IDLE_S", 1e6)  # the worker has nothing else to wake for
-    bench = start()
     due = threading.Event()
     monkeypatch.setattr(bench.generator, "due_at", lambda since: since if due.is_set() else None)
     bench.generate("say a b c")
@@ -463,7 +453,7 @@ def test_an_engine_without_a_due_step_wakes_the_worker(
     wait_until(lambda: not bench.generator.running)
 
 
-def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> None:
+def test_a_model_knows_whether_others_have_work(start: Start) -> None:
     runner = Interruptible()
     bench = start(runner)
     bench.submit("alone")
@@ -477,9 +467,7 @@ def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> 
     assert runner.turns_s == [MAX_TURN_ALONE_S, MAX_TURN_S]
 
 
-def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(start: Start) -> None:
     bench = start(Interruptible())
     bench.generator.healthy = False
     bench.hold("a")
@@ -491,9 +479,7 @@ def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(
     assert bench.pipeline.breaker.failures == 0
 
 
-def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(start: Start) -> None:
     bench = start(Interruptible())
     bench.generator.step_error = RuntimeError("CUDA error: an illegal memory access")
     bench.hold("a")
@@ -503,9 +489,7 @@ def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(
     assert bench.runner.batches == [["a"]]
 
 
-def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(start: Start) -> None:
     bench = start(Interruptible())
     bench.hold("a")
     bench.worker.stop()
@@ -515,9 +499,7 @@ def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(
     assert bench.recorder.outcomes["a"] == ["A"]
 
 
-def test_the_watchdogs_time_counts_from_the_last_forward_pass(
-    start: Callable[..., Bench],
-) -> None:
+def test_the_watchdogs_time_counts_from_the_last_forward_pass(start: Start) -> None:
     times: list[tuple[float, float]] = []
 
     class Timed(FakeRunner):
