@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -108,23 +107,6 @@ def test_every_benchmark_yields_loads_with_the_flags_of_the_load_test(tmp_path: 
         assert loads
         for flags in (flags for load in loads for flags in (load.flags, load.background) if flags):
             parse_args("load", ["http://x", *servers.command_line(flags)])
-
-
-def test_accepted_drafts_are_a_share_of_the_output_of_a_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    result: dict[str, Any] = {"ok": 2, "prompt_tokens": 20, "output_tokens": 100}
-    result |= {"ttft_ms": {"p50": 3.0, "p95": 4.0}, "inter_token_ms": None}
-    result["output_tokens_per_s"] = 50.0
-    counts = iter([{"output": 100.0, "accepted": 90.0}, {"output": 200.0, "accepted": 110.0}])
-    monkeypatch.setattr(bench, "run", lambda *_: result)
-    monkeypatch.setattr(bench, "token_counts", lambda _: next(counts, {}))
-    floor = floors.Floor(weight_bytes=1_000, bytes_per_s=100_000)
-    arguments, load = argparse.Namespace(floor=floor), bench.Load({"clients": 1}, {})
-    figures = bench.tokens(None, load, arguments)
-    assert (figures["accepted_share"], figures["of_floor"]) == (0.2, 0.5)
-    assert (figures["ttft_p95_ms"], figures["prompt_tokens"]) == (4, 10)
-    assert "accepted_share" not in bench.tokens(None, load, arguments)  # not reported by a peer
 
 
 def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 
 from tests import tiny_decoders
 from worker.backends.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_inputs
@@ -118,7 +117,7 @@ def parts(model: nn.Module) -> list[str]:
         ("gpt-neox", []),
     ],
 )
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["fused only", "none", "int8", "int4"])
 def test_an_architectures_layers_are_found_and_give_the_same_logits(
     architecture: str, expected: list[list[str]], quantization: str
 ) -> None:
@@ -131,9 +130,12 @@ def test_an_architectures_layers_are_found_and_give_the_same_logits(
     groups = find_shared_inputs(language.model, check.compare)
     layers = [f"model.layers.{number}." for number in range(2)]
     assert groups == [[at + name for name in names] for at in layers for names in expected]
-    language.pack_weights(quantization, check.compare)
+    if quantization == "fused only":  # as on a GPU
+        fuse_weights(language.model, check.compare)
+    else:
+        language.pack_weights(quantization, check.compare)
     assert sorted(parts(language.model)) == sorted(name for names in groups for name in names)
-    if quantization == "none":
+    if quantization in ("fused only", "none"):
         check.compare()
     else:
         _compare_with_separate(language, options, quantization)
@@ -201,38 +203,6 @@ def test_a_model_that_fails_without_its_own_layers_stays_unchanged(fuses_only: b
     assert type(model.one) is type(model.two) is nn.Linear
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
-
-
-# ── plain weights, as on a GPU ──
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_plain_weights_are_fused_and_give_the_same_logits(architecture: str) -> None:
-    folder = str(tiny_decoders.folder(architecture))
-    language = load_language_model(GeneratorOptions(folder, dtype="float32", device="cpu"))
-    check = PagingCheck(language)
-    check.enable()
-    fuse_weights(language.model, check.compare)
-    assert len(parts(language.model)) == 2 * len(MLP + QKV)
-    check.compare()
-
-
-def test_a_compiled_graph_has_one_product_for_all_slices() -> None:
-    model, x = Fan(), torch.randn(3, 48)
-    exact = model(x)
-    fuse_weights(model, lambda: model(x))
-    products: list[int] = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        targets = [str(node.target) for node in graph.graph.nodes]
-        products.append(sum("mm" in target for target in targets))
-        return graph.forward
-
-    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=count), dynamic=True)
-    with torch.inference_mode():
-        for rows in (x, x[:2]):
-            torch.testing.assert_close(compiled(rows), exact[: len(rows)])
-    assert set(products) == {2}, "of both slices, and of the last layer"
 
 
 # packed where oneDNN has bfloat16 on this CPU

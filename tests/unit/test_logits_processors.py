@@ -187,14 +187,6 @@ def test_scores_that_are_not_numbers_stay_visible(fields: dict[str, Any]) -> Non
     assert other.token >= 0
 
 
-def test_rows_without_fields_of_the_checkpoint_keep_nothing() -> None:
-    params = params_of(untyped(do_sample=True, temperature=0.7, top_p=0.9, typical_p=1.0), PROMPT)
-    assert (params.processors, params.warpers) == ((), ())
-    state = SamplingState(params, 0, PROMPT)
-    assert not state.has_processors
-    assert not len(state.prompt_ids)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 9])
 def test_repeated_ngrams_are_those_of_transformers(size: int) -> None:
     """In texts of few tokens, and in longer ones of one token."""

@@ -208,28 +208,18 @@ def check(
     )
 
 
-def test_decodes_of_similar_length_share_a_call() -> None:
-    metadata = metadata_of([(n, 1) for n in range(40, 72)])
-    [group] = metadata.groups(0, 0, False)
-    assert group.shape == (32, 1)
-    assert group.rows is None
-    assert group.unpadded is None
-
-
-def test_new_prompts_of_one_length_need_no_mask_and_no_gathering() -> None:
-    metadata = metadata_of([(0, 20)] * 3)
-    [group] = metadata.groups(0, 0, False)
+def test_spans_are_grouped_with_few_masks_and_only_blocks_within_reach() -> None:
+    [decodes] = metadata_of([(n, 1) for n in range(40, 72)]).groups(0, 0, False)
+    assert (decodes.shape, decodes.rows, decodes.unpadded) == ((32, 1), None, None)
+    prompts = metadata_of([(0, 20)] * 3)
+    [group] = prompts.groups(0, 0, False)
     assert (group.blocks, group.ranges, group.rows) == (None, None, None)
-    [windowed] = metadata.groups(8, 0, False)
+    [windowed] = prompts.groups(8, 0, False)
     assert windowed.blocks is None
     assert windowed.ranges is not None
-
-
-def test_a_window_reads_only_the_blocks_within_it() -> None:
-    metadata = metadata_of([(1500, 1), (1410, 1)])
-    [group] = metadata.groups(8, 0, False)
-    assert group.blocks is not None
-    assert len(group.blocks) == 2 * 2
+    [within] = metadata_of([(1500, 1), (1410, 1)]).groups(8, 0, False)
+    assert within.blocks is not None
+    assert len(within.blocks) == 2 * 2
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1000, 0.0), (0, 1.5)])

@@ -616,12 +616,6 @@ def test_text_that_cannot_become_an_undelimited_call_is_shown(name: str, text: s
     assert read(output_format_of(name), text, calls=False)["content"] == text
 
 
-def test_truncated_call_keeps_its_partial_arguments() -> None:
-    parser = OutputParser(HERMES, "", True)
-    events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
-    assert [(event.name, event.span.text) for event in events] == [("w", ""), (None, '{"ci')]
-
-
 @pytest.mark.parametrize(
     ("prompt", "begun"),
     [

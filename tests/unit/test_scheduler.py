@@ -159,14 +159,6 @@ def test_a_conversation_reuses_its_earlier_turns() -> None:
     assert second.cached == 16  # of 6 prompt tokens and 11 that were generated and computed
 
 
-def test_sequences_that_wait_for_a_prefix_are_passed_by_others() -> None:
-    s = scheduler_of(100)
-    first, second = arriving(s, *[fresh(18)] * 2)
-    (other,) = arriving(s, fresh(3, first=0))
-    assert list(step(s)) == [first, other]
-    assert second in step(s)
-
-
 @pytest.mark.parametrize("reuse", [True, False])
 def test_an_abandoned_prefix_is_computed_by_the_next_sequence(reuse: bool) -> None:
     s = scheduler_of(100)
@@ -194,26 +186,6 @@ def test_without_reuse_all_is_computed_and_the_cache_is_unchanged() -> None:
     assert s.pool.match(fresh(20)) == before
     s.remove(sequence)
     assert s.pool.match(fresh(20)) == before
-
-
-def test_constant_short_prompts_do_not_delay_a_long_one() -> None:
-    s = scheduler_of(4000, size=10, max_running=10_000)
-    (long,) = arriving(s, fresh(10_000))
-    for turn in range(40):
-        assert long.computed == 256 * turn
-        newcomers = arriving(s, *(fresh(100, first=100_000 + 1000 * turn + n) for n in range(9)))
-        step(s, budget=512)
-        for newcomer in newcomers:
-            s.remove(newcomer)
-    assert long.tokens[10_000:] == [7]
-
-
-def test_the_oldest_of_equal_prompts_runs_first() -> None:
-    s = scheduler_of(1000)
-    first, second, third = arriving(s, *(fresh(30, first=100 * n) for n in range(3)))
-    chunks = step(s, budget=40)
-    assert {sequence: chunk.count for sequence, chunk in chunks.items()} == {first: 30, second: 10}
-    assert s.running == [first, second, third]
 
 
 # ── fair shares ──
@@ -420,17 +392,6 @@ def test_a_prefix_pending_in_idle_background_work_is_computed_for_others() -> No
         arriving(s, *(fresh(20, first=10_000 + 1000 * turn + 50 * n) for n in range(3)))
         step(s, budget=40)
     assert background.table
-    assert waits.tokens[400:]
-
-
-def test_background_work_that_computes_a_pending_prefix_does_not_idle() -> None:
-    s = scheduler_of(1000)
-    in_class(s, Priority.BACKGROUND, *([n] for n in range(20)))
-    in_class(s, Priority.BACKGROUND, fresh(400))
-    step(s, budget=100)
-    (waits,) = arriving(s, fresh(400))
-    for _ in range(8):
-        step(s, budget=100)
     assert waits.tokens[400:]
 
 

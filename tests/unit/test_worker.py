@@ -338,11 +338,12 @@ def test_a_failed_batchs_memory_is_free_before_its_halves_run(start: Start) -> N
 
 
 def test_an_idle_worker_returns_memory_once_and_then_waits_without_a_timeout(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed = threading.Semaphore(0)
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
     monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.release())
+    bench = start()
     for work in (
         lambda: None,  # after loading
         lambda: bench.run_as_one_batch("a", "b"),
@@ -367,19 +368,6 @@ class Interruptible(FakeRunner):
         self.turns_s.append(self.others.max_turn_s)
         self.others.run_steps()
         return outputs
-
-
-def test_other_models_run_in_the_middle_of_a_step(start: Start) -> None:
-    bench = start(Interruptible())
-    bench.hold("a")
-    bench.generate("say a b")
-    bench.submit("b")  # has its step after the first one
-    bench.runner.gate.set()
-    bench.wait_for(2)
-    assert len(bench.recorder.steps) > 0
-    assert bench.recorder.outcomes["a"] == ["A"]
-    assert bench.recorder.outcomes["b"] == ["B"]
-    assert bench.runner.batches == [["a"], ["b"]]
 
 
 class Nesting(FakeRunner):
@@ -440,9 +428,10 @@ def test_an_engine_runs_its_own_steps_while_it_encodes(
 
 
 def test_an_engine_without_a_due_step_wakes_the_worker(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.worker.IDLE_S", 1e6)  # the worker has nothing else to wake for
+    bench = start()
     due = threading.Event()
     monkeypatch.setattr(bench.generator, "due_at", lambda since: since if due.is_set() else None)
     bench.generate("say a b c")
