@@ -4,8 +4,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from batching.block_pool import BlockPool, BlockTable
 from batching.state_pool import StatePool
 from tests.scheduling import assert_sound
@@ -49,13 +47,6 @@ def test_the_longest_computed_prefix_is_found() -> None:
     assert found(pool, A + B + A) == blocks[:2]
     assert found(pool, B + C) == []  # the same tokens after another prefix
     assert found(pool, A[:3] + B) == []
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
-def test_the_last_token_is_never_matched(tokens: int, blocks: int) -> None:
-    pool = pool_of(8)
-    cached(pool, A + B + C)
-    assert len(pool.match((A + B + C + A)[:tokens])[0]) == blocks
 
 
 def matched(pool: BlockPool, tokens: list[int]) -> tuple[list[int], bool]:
@@ -157,29 +148,6 @@ def test_trimmed_blocks_are_allocated_next() -> None:
     assert pool.grow(table, 9)
     assert len(found(pool, C + B)) == 2
     assert_sound(pool, [table])
-
-
-def test_unregistered_blocks_are_not_found() -> None:
-    pool = pool_of(8)
-    table = computed(pool, A + B)
-    pool.unregister(table)
-    assert found(pool, A + B) == []
-    assert pool.used == 2
-    pool.close(table)
-    again = computed(pool, A)
-    assert found(pool, A + B) == list(again.blocks)
-    assert_sound(pool, [again])
-
-
-def test_blocks_that_others_use_stay_registered() -> None:
-    pool = pool_of(8)
-    head = cached(pool, A)
-    broken = computed(pool, A + B)
-    other = opened(pool, [*A, 0])
-    pool.unregister(broken)
-    pool.close(broken)
-    assert found(pool, A + B) == head
-    assert_sound(pool, [other])
 
 
 def test_closing_a_table_drops_its_runner_state_while_a_step_holds_the_table() -> None:

@@ -98,28 +98,33 @@ def texts(events: list[OutputEvent]) -> list[str]:
     return [event.span.text for event in events]
 
 
+def get(**arguments: Any) -> tuple[str, Any]:
+    return "get", arguments
+
+
+PUT = ("put", {})
 TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "coder",
         "<think>x</think>so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
         "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
-        ("so", "x", [("get", {"n": 7, "s": "7\nx"})]),
+        ("so", "x", [get(n=7, s="7\nx")]),
     ),
     (  # the first delimiter is missing
         "coder",
         "So\n<function=get>\n<parameter=n>1</parameter></function>\n</tool_call>",
-        ("So", "", [("get", {"n": 1})]),
+        ("So", "", [get(n=1)]),
     ),
     (
         "pairs",
         "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
         "<tool_call>put</tool_call> so",
-        ("so", "", [("get", {"s": "1"}), ("put", {})]),
+        ("so", "", [get(s="1"), PUT]),
     ),
     (
         "typed",
         'a<|tool_call>call:get{s:<|"|>x "y", z:<|"|>,n:2,o:{a:[true,<|"|>b<|"|>]}}<tool_call|>',
-        ("a", "", [("get", {"s": 'x "y", z:', "n": 2, "o": {"a": [True, "b"]}})]),
+        ("a", "", [get(s='x "y", z:', n=2, o={"a": [True, "b"]})]),
     ),
     (  # keys that are no identifiers
         "typed",
@@ -130,7 +135,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (  # a number that JSON cannot write
         "pairs",
         "<tool_call>get<arg_key>f</arg_key><arg_value>1e999</arg_value></tool_call>",
-        ("", "", [("get", {"f": "1e999"})]),
+        ("", "", [get(f="1e999")]),
     ),
     (
         "python",
@@ -141,7 +146,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
             [("get", {"s": "it's", "n": -1500.0, "from": [None, {"a": True}]}), ("a.b", {})],
         ),
     ),
-    ("bare python", '[get(s="b")]', ("", "", [("get", {"s": "b"})])),
+    ("bare python", '[get(s="b")]', ("", "", [get(s="b")])),
     ("bare python", "[see(this)] or not", ("[see(this)] or not", "", [])),
     ("bare python", '[get("b")]', ('[get("b")]', "", [])),
     ("bare python", '[get("b")] or\nnot', ('[get("b")] or\nnot', "", [])),
@@ -150,58 +155,46 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "bare python",
         "[get(s=']\\'[', n=[1])]\n So [it] is.",
-        ("So [it] is.", "", [("get", {"s": "]'[", "n": [1]})]),
+        ("So [it] is.", "", [get(s="]'[", n=[1])]),
     ),
-    ("bare python", "[get(n=1)]\n[get(n=2)]", ("", "", [("get", {"n": 1}), ("get", {"n": 2})])),
+    ("bare python", "[get(n=1)]\n[get(n=2)]", ("", "", [get(n=1), get(n=2)])),
     (
         "args",
         '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"n": 1}[TOOL_CALLS]put[CALL_ID]b[ARGS]{}',
-        ("", "", [("get", {"n": 1}), ("put", {})]),
+        ("", "", [get(n=1), PUT]),
     ),
     (
         "list",
         'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}, "id": "a"},\n {"name": "put", '
         '"parameters": {}}]',
-        ("Well.", "", [("get", {"n": 1}), ("put", {})]),
+        ("Well.", "", [get(n=1), PUT]),
     ),
-    (
-        "key",
-        '<|prefix|>[{"get": {"n": 1}}, {"put": {}}]<|suffix|>',
-        ("", "", [("get", {"n": 1}), ("put", {})]),
-    ),
-    ("llama", '{"name": "get", "parameters": {"s": "b"}}', ("", "", [("get", {"s": "b"})])),
-    (
-        "llama",
-        '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}',
-        ("", "", [("get", {"s": "b"})]),
-    ),
+    ("key", '<|prefix|>[{"get": {"n": 1}}, {"put": {}}]<|suffix|>', ("", "", [get(n=1), PUT])),
+    ("llama", '{"name": "get", "parameters": {"s": "b"}}', ("", "", [get(s="b")])),
+    ("llama", '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}', ("", "", [get(s="b")])),
     (
         "section",
         '<calls><call>functions.get:0<args>{"n": 1}</call>'
         "<call>functions.put:1<args>{}</call></calls>",
-        ("", "", [("get", {"n": 1}), ("put", {})]),
+        ("", "", [get(n=1), PUT]),
     ),
     (  # no arguments at all
         "section",
         "<calls><call>functions.get:0<args></call></calls>",
-        ("", "", [("get", {})]),
+        ("", "", [get()]),
     ),
     (
         "list",
         '[TOOL_CALLS] [{"name": "get"}, {"name": "put", "arguments": {}}]',
-        ("", "", [("get", {}), ("put", {})]),
+        ("", "", [get(), PUT]),
     ),
     (
         "channels",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.get <|constrain|>json<|message|>{"n": 1}<|call|>',
-        ("", "Hm.", [("get", {"n": 1})]),
+        ("", "Hm.", [get(n=1)]),
     ),
-    (
-        "channels",
-        " to=functions.get<|channel|>commentary json<|message|>{}",
-        ("", "", [("get", {})]),
-    ),
+    ("channels", " to=functions.get<|channel|>commentary json<|message|>{}", ("", "", [get()])),
     (
         "channels",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>to=me",
@@ -210,14 +203,14 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (  # a tool's name alone; other recipients are ignored
         "channels",
         '<|channel|>commentary to=get <|constrain|>json<|message|>{"n": 1}<|call|>',
-        ("", "", [("get", {"n": 1})]),
+        ("", "", [get(n=1)]),
     ),
-    ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [("get", {})])),
+    ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [get()])),
     ("channels", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", ("", "", [])),
     (  # a delimiter in a string ends no call
         "section",
         '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',
-        ("", "", [("get", {"s": 'a</call>" b'})]),
+        ("", "", [get(s='a</call>" b')]),
     ),
     (
         "coder",
@@ -230,11 +223,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<think>a <calls><call>functions.get:0<args>{}</call></calls> b</think>c",
         ("c", "a <calls><call>functions.get:0<args>{}</call></calls> b", []),
     ),
-    (
-        "section",
-        "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
-        ("", "a", [("get", {})]),
-    ),
+    ("section", "<think>a <calls><call>functions.get:0<args>{}</call></calls>", ("", "a", [get()])),
     # A delimiter within a line of content is a mention.
     (
         "coder",
@@ -246,7 +235,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "coder",
         "So <tool_call>\n<function=get></function></tool_call><think>x</think> y",
-        ("So  y", "x", [("get", {})]),
+        ("So  y", "x", [get()]),
     ),
     # An invalid call returns to the reasoning.
     *(

@@ -221,20 +221,6 @@ def test_numbers_of_several_positions_are_those_of_each() -> None:
         ]
 
 
-@pytest.mark.parametrize("kind", MIXED)
-def test_drafted_tokens_count_like_accepted_ones(kind: dict[str, Any]) -> None:
-    params: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9}
-    params |= {"repetition_penalty": 1.4, "seed": 3} | kind
-    logits = normal(50, 300, 1.0)
-    drafting = after([4, 5], [5, 6], **params)
-    drafts = [tuple(row_logits.topk(3).indices.tolist()[:2] * 2) for row_logits in logits]
-    drafted = [SamplingRow(drafting.state, 6, draft) for draft in drafts]
-    accepted = [after([4, 5, *draft], [5, 6], **params) for draft in drafts]
-    assert sample(logits, drafted) == sample(logits, accepted)
-    undrafted = after([4, 5], [5, 6], **params)
-    assert sample(logits[:1], [drafting]) == sample(logits[:1], [undrafted])
-
-
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:
     """17 rows take less time than adding up the counts of 8 in Python."""
     output = [*range(20_000)]

@@ -49,99 +49,70 @@ BAD = {
     "uuid": ["123e4567e89b12d3a456426614174000"],
     "uri": ["a", "//b", "1:a", "a:b c"],
 }
-MIXED = {
-    "type": "object",
-    "properties": {
-        "b": {"type": "boolean"},
-        "c": {"type": "string", "enum": ["red", "green"]},
-        "l": {"type": "array", "items": {"type": "string"}},
-        "n": {"type": "integer"},
-        "o": {"type": "object", "properties": {"k": {"type": "number"}}, "required": ["k"]},
-        "s": {"type": "string"},
-    },
-    "required": ["s"],
-}
-HELD = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "string"},
-        "b": {"type": "boolean", "enum": [True]},
-        "c": {"enum": [1, "x"]},
-        "d": {"const": "only"},
-        "e": {},
-        "z": {"type": "integer"},
-    },
-    "required": ["z"],
-}
-BOUND = {
-    "type": "object",
-    "properties": {
-        "s": {"type": "string", "minLength": 2, "maxLength": 4},
-        "p": {"type": "string", "pattern": "^[a-c]+/[0-9]{2}$"},
-    },
-    "required": ["s"],
-}
-REFERS = {
-    "type": "object",
-    "properties": {"n": {"$ref": "#/$defs/count"}, "l": {"items": {"$ref": "#/$defs/count"}}},
-    "required": ["n"],
-    "$defs": {"count": {"type": "integer", "minimum": 3, "maximum": 5}},
-}
-COLOR = {
-    "type": "object",
-    "properties": {"c": {"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}, {"const": 3}]}},
-    "$defs": {"color": {"enum": ["red", "blue"]}},
-}
-EITHER = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
-    "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
-}
-NEST = {
-    "type": "array",
-    "minItems": 2,
-    "items": {"type": "array", "maxItems": 1, "items": {"type": "integer"}},
-}
-NESTED: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "or_null": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]},
-        "list": {
-            "type": "array",
-            "items": {"type": "string", "format": "ipv4"},
-            "minItems": 1,
-            "maxItems": 2,
-        },
-        "first": {
-            "type": "array",
-            "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
-            "items": False,
-            "minItems": 1,
-        },
-        "none": {"type": "array", "maxItems": 0},
-        "object": {
-            "type": "object",
-            "properties": {"at": {"$ref": "#/$defs/time"}, "nest": NEST},
-            "required": ["at"],
-        },
-        "map": {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
-        "text_or_list": {"type": ["string", "array"], "minItems": 2},
-        "text_or_number": {"type": ["string", "integer"], "minimum": 5},
-        "any_format": {"type": "string", "format": "nonsense"},
-        "unique": {"type": "array", "uniqueItems": True, "contains": {"const": 3}},
-        "choice": {"enum": [[1, "x"], {"k": "v"}, "s"]},
-        "tree": {"$ref": "#/$defs/tree"},
-        "both": {"allOf": [{"type": "string"}, {"pattern": "^a/"}, {"maxLength": 4}]},
-    },
-    "$defs": {
-        "time": {"allOf": [{"type": "string"}, {"format": "time"}]},
-        "tree": {
-            "type": "object",
-            "properties": {
-                "next": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}
-            },
-        },
-    },
+BOOLEAN, INTEGER, STRING = ({"type": kind} for kind in ("boolean", "integer", "string"))
+
+
+def record(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+def array(items: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **more}
+
+
+def of(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+MIXED = record(
+    "s",
+    b=BOOLEAN,
+    c=STRING | {"enum": ["red", "green"]},
+    l=array(STRING),
+    n=INTEGER,
+    o=record("k", k={"type": "number"}),
+    s=STRING,
+)
+HELD = record(
+    "z",
+    a=STRING,
+    b=BOOLEAN | {"enum": [True]},
+    c={"enum": [1, "x"]},
+    d={"const": "only"},
+    e={},
+    z=INTEGER,
+)
+BOUND = record(
+    "s",
+    s=STRING | {"minLength": 2, "maxLength": 4},
+    p=STRING | {"pattern": "^[a-c]+/[0-9]{2}$"},
+)
+REFERS = record("n", n=of("count"), l={"items": of("count")})
+REFERS["$defs"] = {"count": INTEGER | {"minimum": 3, "maximum": 5}}
+COLOR = record(c={"anyOf": [of("color"), {"type": "null"}, {"const": 3}]})
+COLOR["$defs"] = {"color": {"enum": ["red", "blue"]}}
+EITHER = record(a=INTEGER, b={"type": "null"})
+EITHER["anyOf"] = [{"required": ["a"]}, {"required": ["b"]}]
+NEST = array(array(INTEGER, maxItems=1), minItems=2)
+IPV4 = STRING | {"format": "ipv4"}
+NESTED = record(
+    or_null={"anyOf": [STRING | {"format": "uuid"}, {"type": "null"}]},
+    list=array(IPV4, minItems=1, maxItems=2),
+    first=array(False, prefixItems=[INTEGER, BOOLEAN], minItems=1),
+    none={"type": "array", "maxItems": 0},
+    object=record("at", at=of("time"), nest=NEST),
+    map={"type": "object", "additionalProperties": INTEGER, "minProperties": 1},
+    text_or_list={"type": ["string", "array"], "minItems": 2},
+    text_or_number={"type": ["string", "integer"], "minimum": 5},
+    any_format=STRING | {"format": "nonsense"},
+    unique={"type": "array", "uniqueItems": True, "contains": {"const": 3}},
+    choice={"enum": [[1, "x"], {"k": "v"}, "s"]},
+    tree=of("tree"),
+    both={"allOf": [STRING, {"pattern": "^a/"}, {"maxLength": 4}]},
+)
+NESTED["$defs"] = {
+    "time": {"allOf": [STRING, {"format": "time"}]},
+    "tree": record(next=array(of("tree"), maxItems=1)),
 }
 AT = "00:00:00Z"
 # With the formats that accept the arguments: all, none, or those that take more than JSON does.

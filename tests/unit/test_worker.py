@@ -322,16 +322,14 @@ def test_a_failed_batchs_memory_is_free_before_its_halves_run(start: Start) -> N
     held: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    class Greedy(FakeRunner):
-        def forward(self, prepared: list[Any]) -> list[Any]:
-            alive.append(sum(ref() is not None for ref in held))
-            tensor = Tensor()
-            held.append(weakref.ref(tensor))
-            if len(prepared) > 1:
-                raise MemoryError
-            return super().forward(prepared)
+    def takes_much(texts: list[str]) -> None:
+        alive.append(sum(ref() is not None for ref in held))
+        tensor = Tensor()
+        held.append(weakref.ref(tensor))
+        if len(texts) > 1:
+            raise MemoryError
 
-    bench = start(Greedy())
+    bench = start(FakeRunner(takes_much))
     bench.run_as_one_batch("a", "b", "c", "d")
     assert len(alive) > 5
     assert set(alive) == {0}
@@ -370,24 +368,17 @@ class Interruptible(FakeRunner):
         return outputs
 
 
-class Nesting(FakeRunner):
-    """Records the steps that other models run in the middle of its own."""
-
-    def __init__(self, name: str, events: list[str]) -> None:
-        super().__init__()
-        self.name, self.events = name, events
-
-    def forward(self, prepared: list[Any]) -> list[Any]:
-        outputs = super().forward(prepared)
-        self.events.append(f"{self.name} begins")
-        self.others.run_steps()
-        self.events.append(f"{self.name} ends")
-        return outputs
-
-
 def test_an_interrupted_step_is_not_entered_again() -> None:
     events: list[str] = []
-    runners = {name: Nesting(name, events) for name in "ab"}
+    runners = {name: FakeRunner() for name in "ab"}
+    for name, runner in runners.items():
+
+        def nest(texts: list[str], name: str = name, runner: FakeRunner = runner) -> None:
+            events.append(f"{name} begins")
+            runner.others.run_steps()
+            events.append(f"{name} ends")
+
+        runner.before = nest
     models = [
         batched_model(name, partial(runners.__getitem__, name), DynamicBatcher(1, 100, 0.0))
         for name in "ab"
@@ -491,14 +482,12 @@ def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(start: Start) -
 def test_the_watchdogs_time_counts_from_the_last_forward_pass(start: Start) -> None:
     times: list[tuple[float, float]] = []
 
-    class Timed(FakeRunner):
-        def forward(self, prepared: list[Any]) -> list[Any]:
-            before = bench.worker.busy_since
-            self.others.run_steps()
-            times.append((before, bench.worker.busy_since))
-            return super().forward(prepared)
+    def measured(texts: list[str]) -> None:
+        before = bench.worker.busy_since
+        bench.runner.others.run_steps()
+        times.append((before, bench.worker.busy_since))
 
-    bench = start(Timed())
+    bench = start(FakeRunner(measured))
     bench.submit("a")
     bench.wait_for(1)
     [(before, after)] = times
