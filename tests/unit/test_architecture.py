@@ -186,16 +186,13 @@ def test_the_core_can_be_read() -> None:
 
 
 def test_no_imports_in_a_circle() -> None:
-    paths = [path for package in ("batching", "worker", "server") for path in find(package)]
     graph = {
         str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): imports(path, True)
-        for path in paths
+        for package in ("batching", "worker", "server")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
     }
     left = set(graph)
     while free := {module for module in left if not graph[module] & left}:
         left -= free
     assert not left, "each of these imports another one, in a circle"
-
-
-def find(package: str) -> list[Path]:
-    return [path for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]

@@ -1,8 +1,11 @@
-"""Packed and int8 linear layers give the products of the plain layers."""
+"""Packed, int8 and int4 linear layers give the products of the plain layers."""
 
 import logging
+import mmap
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from torch import Tensor, nn
 from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.backends.cpu.linear_layers import (
     INT8_ROWS,
+    LARGE_PAGE_BYTES,
+    MADV_COLLAPSE,
     Int4Grid,
     Int4Linear,
     Int8Linear,
@@ -20,6 +25,7 @@ from worker.backends.cpu.linear_layers import (
     _quantize_int4,
     packed_dtype,
     unquantized_linear,
+    use_large_pages,
 )
 
 
@@ -222,3 +228,50 @@ def test_the_output_head_is_int8_unless_it_has_int4_codes(
     if not is_rounded:
         x = torch.randn(2, 48)
         assert torch.equal(model[-1](x), copy[-1](x))
+
+
+# ── packed weights lie in large pages where the system provides them ──
+
+
+def in_large_pages(address: int) -> int:
+    """Return the bytes in large pages of the mapping that contains this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split()
+        if not name.endswith(":"):
+            first, last = (int(part, 16) for part in name.split("-"))
+            inside = first <= address < last
+        elif inside and name == "AnonHugePages:":
+            return int(words[0]) * 1024
+    return 0
+
+
+def has_large_pages() -> bool:
+    """Return whether the system backs an anonymous mapping by large pages."""
+    if sys.platform != "linux":
+        return False
+    with mmap.mmap(-1, 4 * LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE) as memory:
+        memory.write(b"\1" * len(memory))
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(MADV_COLLAPSE)
+        except OSError:
+            return False
+        return True
+
+
+def test_a_packed_weight_lies_in_large_pages() -> None:
+    if not has_large_pages():
+        pytest.skip("the system provides no large pages")
+    weight = torch.randn(2048, 2048)
+    layer = PackedLinear(weight, None)
+    address = torch.ops.mkldnn.data_ptr(layer.packed)
+    assert in_large_pages(address + LARGE_PAGE_BYTES) >= weight.nbytes - 2 * LARGE_PAGE_BYTES
+    assert torch.equal(layer.unpacked()[0], weight)
+
+
+def test_a_weight_smaller_than_a_page_stays_unchanged() -> None:
+    layer = PackedLinear(torch.randn(64, 64), None)
+    packed = layer.packed
+    use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    assert layer(torch.ones(1, 64)).isfinite().all()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.types import Scope
 
 from batching.errors import ItemFailed
 from batching.fair_share import WorkOwner
@@ -34,11 +33,8 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
 
 
 def incoming() -> IncomingRequest:
-    return IncomingRequest(scope(), None, NO_LIMITS)
-
-
-def scope() -> Scope:
-    return {"context": RequestContext(b""), "record": RequestRecord()}
+    scope = {"context": RequestContext(b""), "record": RequestRecord()}
+    return IncomingRequest(scope, None, NO_LIMITS)
 
 
 def client_of(**more: Any) -> Any:

@@ -521,16 +521,12 @@ def test_the_youngest_is_preempted_and_reuses_its_blocks_later() -> None:
     assert young.tokens[14:] == [7, 7]
 
 
-def four_drafts(sequence: Sequence) -> tuple[int, ...]:
-    return (7,) * 4
-
-
 def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     s = scheduler_of(6)
     old, young = arriving(s, fresh(6), fresh(7, first=0))
     step(s)
     (late,) = arriving(s, fresh(3, first=2000))
-    chunks = s.schedule(1000, four_drafts)  # of the two free blocks one is for the late one
+    chunks = s.schedule(1000, lambda _: (7,) * 4)  # of the two free blocks one is for the late one
     assert [(chunk.sequence, len(chunk.drafts)) for chunk in chunks] == [
         (old, 4),
         (young, 0),

@@ -12,12 +12,20 @@ import pytest
 import torch
 
 from batching.batcher import DynamicBatcher
-from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown
+from batching.errors import (
+    DeadlineExceeded,
+    DeviceLost,
+    ItemFailed,
+    OnequeueError,
+    OutOfMemory,
+    WorkerDown,
+)
 from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
+from worker.error_classification import failure_of
 from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import CUT, BatchReport, PipelineInput, State, StepOutcome
@@ -532,3 +540,45 @@ def test_models_compute_as_long_as_others_whatever_their_steps_take(long_s: floa
         worker._run_steps()
     assert steps.count(long_s) == 10
     assert 0.9 < steps.count(0.125) * 0.125 / (10 * long_s) < 1.2
+
+
+# ── an item's fault, a lack of memory or a lost device ──
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), OutOfMemory),
+        (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            ),
+            OutOfMemory,
+        ),
+        (RuntimeError("CUDA error: out of memory"), OutOfMemory),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            OutOfMemory,
+        ),
+        (RuntimeError("CUDA driver error: out of memory"), OutOfMemory),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemory),
+        (RuntimeError("CUDA error: device-side assert triggered"), DeviceLost),
+        (RuntimeError("CUDA driver error: device-side assert triggered"), DeviceLost),
+        (RuntimeError("Triton Error [CUDA]: device-side assert triggered"), DeviceLost),
+        (torch.AcceleratorError("an illegal memory access was encountered"), DeviceLost),
+        (RuntimeError("The size of tensor a must match the size of tensor b"), ItemFailed),
+        (IndexError("index out of range in self"), ItemFailed),
+    ],
+)
+def test_an_exception_is_classified_with_its_cause(
+    error: Exception, kind: type[OnequeueError]
+) -> None:
+    failure = failure_of(error)
+    assert type(failure) is kind
+    assert failure.__cause__ is error
+
+
+def test_an_error_of_ours_is_returned_as_it_is() -> None:
+    late = DeadlineExceeded("too late")
+    assert failure_of(late) is late
