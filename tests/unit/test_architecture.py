@@ -1,8 +1,12 @@
-"""Folders form layers: CONTRIBUTING.md describes the same order."""
+"""Folders form layers: CONTRIBUTING.md describes the same order. pyproject.toml requires what the
+code imports."""
 
 import ast
 import re
+import sys
+import tomllib
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -196,3 +200,21 @@ def test_no_imports_in_a_circle() -> None:
     while free := {module for module in left if not graph[module] & left}:
         left -= free
     assert not left, "each of these imports another one, in a circle"
+
+
+def test_every_import_is_a_requirement() -> None:
+    """Also of functions, which a start does not run; not only as a requirement of another one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    distributions, ours = packages_distributions(), {"server", "batching", "worker"}
+    extras = [e for name, e in project["optional-dependencies"].items() if name != "dev"]
+    required = {normalized(text) for group in [project["dependencies"], *extras] for text in group}
+    required.add("triton")  # torch for GPUs brings it along
+    for path in (path for name in ours for path in (ROOT / name).rglob("*.py")):
+        modules = {module.split(".")[0] for module in imports(path)}
+        for module in modules - {*ours, *sys.stdlib_module_names}:
+            names = {normalized(name) for name in distributions.get(module, [module])}
+            assert names & required, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def normalized(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")

@@ -227,21 +227,6 @@ def test_stored_responses_can_be_used_on_a_full_disk(tmp_path: Path) -> None:
     store.close()
 
 
-def test_failed_put_is_rolled_back(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResponseStore(databases.open(), max_responses=1)
-    store.put(OWNER, stored("a"))
-    before = store.totals
-
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(store, "_drop", fail)
-    with pytest.raises(OSError, match="No space"):
-        store.put(OWNER, stored("b"))
-    assert store.totals == before
-    assert ids(store, "a", "b") == ["a"]
-
-
 def test_error_names_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("no database " * 100)
