@@ -66,13 +66,6 @@ def test_a_batch_has_the_oldest_item_and_those_that_fit(
         assert sorted(i.tokens for i in b.take(10.0, NEVER)) == sorted(expected)
 
 
-def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
-    b = batcher(wait_s=1.0)
-    waited = item()
-    arrive(b, waited, 10.0)
-    assert b.take(10.5, idle_since=10.5) == [waited]
-
-
 def test_items_put_back_come_first_of_their_request_but_not_of_others() -> None:
     b = batcher(size=3)
     mine, other = WorkOwner("a"), WorkOwner("b")

@@ -25,7 +25,6 @@ from worker.model.sampler import (
     TokenMask,
     prompt_logprobs,
     uniform,
-    uniforms,
 )
 
 WIDE = 20_000  # needs blocks of candidates, two widenings and a full sort
@@ -208,17 +207,6 @@ def test_the_same_rows_step_after_step_are_sampled_as_alone() -> None:
         assert reused == (step not in (0, AHEAD + 5))
         inputs = output.inputs
         rows = [SamplingRow(row.state, row.position + 1) for row in rows]
-
-
-def test_numbers_of_several_positions_are_those_of_each() -> None:
-    chance = random.Random(0)
-    seeds = [0, 1, 2**63, 2**64 - 1, *(chance.randrange(2**64) for _ in range(40))]
-    rows = [row(chance.randrange(2**20), n % 5, seed=seed) for n, seed in enumerate(seeds)]
-    for step, numbers in enumerate(uniforms(rows, 9).tolist()):
-        assert numbers == [
-            uniform(seed, n % 5, r.position + step)
-            for n, (seed, r) in enumerate(zip(seeds, rows, strict=True))
-        ]
 
 
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:

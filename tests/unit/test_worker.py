@@ -158,14 +158,6 @@ def bench(start: Start) -> Bench:
     return start()
 
 
-def test_loads_and_warms_up_on_its_own_thread_before_ready(bench: Bench) -> None:
-    assert bench.recorder.states == ["ready"]
-    assert len(bench.recorder.loaded) == 2
-    assert bench.runner.warm_ups == 1
-    assert bench.worker.thread.name == "worker"
-    assert bench.worker.thread.daemon
-
-
 def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(bench: Bench) -> None:
     bench.run_as_one_batch("a", "b", "c")
     assert bench.runner.batches == [["first"], ["a", "b", "c"]]
