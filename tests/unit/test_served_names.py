@@ -184,7 +184,7 @@ def test_a_setting_that_names_no_model_is_refused_at_start(
     models = {"CHAT_MODEL": "demo"} if name == "PIPELINE_TASK" else {}
     with pytest.raises(SettingsError) as refused:
         create_app(load_settings({name: value, **models}))
-    assert str(refused.value).startswith(f"{name}=")
+    assert str(refused.value).startswith(name)
     assert message in str(refused.value)
 
 

@@ -49,6 +49,7 @@ def test_env_files_are_loaded_before_the_model_is_looked_up(folder: Path) -> Non
     (folder / ".env").write_text("MAX_BATCH_SIZE=5\nHF_TOKEN=a\n")
     (folder / "other.env").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
     export(max_queue_size="8", env_file="other.env")
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
     assert os.environ == {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_SIZE": "8", "HF_TOKEN": "a"}
 
 
@@ -119,8 +120,11 @@ def test_help_lists_every_setting() -> None:
         (b"A=b\0c", r"\.env: embedded null byte"),
     ],
 )
-def test_an_unusable_env_file_is_refused(folder: Path, content: bytes, message: str) -> None:
-    (folder / ".env").write_bytes(content)
+def test_an_unusable_env_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_bytes(content)
     with pytest.raises(SettingsError, match=message):
         load_settings()
 
