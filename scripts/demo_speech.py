@@ -35,9 +35,7 @@ MAX_DIGITS = 3  # per phrase
 ONE_DIGIT_SHARE = 0.3  # of the steps, with phrases of one digit
 MAX_RATE = 3e-3
 
-SPECIAL_TOKENS = (
-    "endoftext startoftranscript en de translate transcribe startoflm startofprev nospeech"
-)
+SPECIAL_TOKENS = "endoftext startoftranscript en de translate transcribe startofprev nospeech"
 TIMESTAMPS = round(WINDOW_S / TIMESTAMP_S) + 1
 
 
@@ -48,16 +46,12 @@ class Example(NamedTuple):
     labels: list[int]  # the next token of each input; -100: no loss
 
 
-def special_ids(tokenizer: WhisperTokenizer) -> dict[str, int]:
-    """Return the special tokens' ids."""
-    find: Any = tokenizer.convert_tokens_to_ids
-    return {name: int(find(f"<|{name}|>")) for name in SPECIAL_TOKENS.split()}
-
-
 class Examples:
     def __init__(self, tokenizer: WhisperTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.ids = special_ids(tokenizer)
+        names = SPECIAL_TOKENS.split()
+        ids: Any = tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
+        self.ids: dict[str, int] = dict(zip(names, ids, strict=True))
         self.first_time = self.ids["nospeech"] + 2
         self.max_digits = 1  # per phrase
         self.rng = random.Random(SEED)
@@ -75,14 +69,10 @@ class Examples:
         prompt = self._prompt(spoken)
         language_labels = [special[voice if phrases else "nospeech"], -100]
         labels = [-100] * len(prompt) + language_labels + text
-        return Example(samples, self._end(phrases), [*prompt, *begin, *text[:-1]], labels)
-
-    def _end(self, phrases: list[Phrase]) -> float:
-        """Return where the recording ends: for half of the windows, shortly after the phrases."""
-        end = phrases[-1].end if phrases else 0.0
-        if self.rng.random() < 0.5:
-            return WINDOW_S
-        return min(WINDOW_S, end + self.rng.uniform(0.1, 1.0))
+        end = WINDOW_S
+        if rng.random() >= 0.5:  # the recording ends shortly after the phrases
+            end = min(end, (phrases[-1].end if phrases else 0.0) + rng.uniform(0.1, 1.0))
+        return Example(samples, end, [*prompt, *begin, *text[:-1]], labels)
 
     def _prompt(self, language: str) -> list[int]:
         """Return the text of a previous window for a tenth of the examples."""
@@ -133,16 +123,6 @@ class Examples:
         return samples, phrases
 
 
-def new_model(size: int, first_time: int) -> Any:
-    model = untrained(WhisperForConditionalGeneration, "speech", size)
-    model.generation_config = GenerationConfig.from_pretrained(DEMO / "speech")
-    with torch.no_grad():  # a timestamp's embedding starts as the encoder's of that position
-        positions = model.model.encoder.embed_positions.weight
-        times = slice(first_time, first_time + len(positions))
-        model.model.decoder.embed_tokens.weight[times] = 0.3 * positions
-    return model
-
-
 def batch(
     extractor: WhisperFeatureExtractor, examples: list[Example]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +147,12 @@ def speech(out: Path, steps: int) -> Demo:
     processor = library.from_pretrained(DEMO / "speech")
     tokenizer = forget_origin(processor.tokenizer)
     examples = Examples(tokenizer)
-    model = new_model(len(tokenizer), examples.first_time)
+    model = untrained(WhisperForConditionalGeneration, "speech", len(tokenizer))
+    model.generation_config = GenerationConfig.from_pretrained(DEMO / "speech")
+    with torch.no_grad():  # a timestamp's embedding starts as the encoder's of that position
+        positions = model.model.encoder.embed_positions.weight
+        times = slice(examples.first_time, examples.first_time + len(positions))
+        model.model.decoder.embed_tokens.weight[times] = 0.3 * positions
 
     def losses() -> Iterator[Tensor]:
         for step in range(1, steps + 1):

@@ -1,8 +1,12 @@
 """The formats in which chat templates write tool calls: one table for the tests that infer, parse,
 constrain and generate them."""
 
+import json
 import re
 from functools import cache
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.text.chat_template.template import ChatTemplate
@@ -131,3 +135,45 @@ def output_format_of(name: str) -> OutputFormat:
     names = ("analysis", "final", " to=functions.")
     channels = ChannelFormat("<|start|>assistant", "<|channel|>", "<|message|>", ends, *names)
     return inferred_output_format(None, None, call_format_of(name), channels)
+
+
+def arguments_text(name: str, arguments: dict[str, Any]) -> str:
+    """Return the text of arguments within a call."""
+    form = call_format_of(name).arguments
+    if form.style == "json":
+        return json.dumps(arguments, ensure_ascii=False, separators=(", ", form.colon))
+    if form.style == "python":
+        return ", ".join(f"{key}={python(value)}" for key, value in arguments.items())
+    return form.comma.join(
+        form.open + key + form.middle + entry(form.quotes, value) + form.close
+        for key, value in arguments.items()
+    )
+
+
+def call_text(name: str, arguments: dict[str, Any], tool: str = "get") -> str:
+    call = call_format_of(name).render([(tool, arguments_text(name, arguments))])
+    return call.replace(ID, "id1").lstrip()
+
+
+def python(value: Any) -> str:
+    is_name = isinstance(value, bool) or value is None
+    return repr(value) if is_name else json.dumps(value, ensure_ascii=False)
+
+
+def entry(quotes: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{quotes}{value}{quotes}"
+    if quotes and isinstance(value, list):
+        return f"[{','.join(entry(quotes, item) for item in value)}]"
+    if quotes and isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{entry(quotes, item)}' for key, item in value.items())}}}"
+    return json.dumps(value)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a grammar accepts the text as a whole output."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

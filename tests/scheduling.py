@@ -338,13 +338,6 @@ def is_interactive(sequence: Sequence) -> bool:
     return sequence.priority == Priority.INTERACTIVE
 
 
-def scheduler_state(scheduler: ContinuousScheduler) -> tuple[int, set[Sequence]]:
-    """Check the counters of the scheduler, and return its counts of waiting sequences."""
-    held = Counter(holder for s in scheduler.running for holder in _holders(s))
-    assert scheduler._held == held
-    return scheduler.num_waiting, scheduler._paused
-
-
 class Before:
     """The state before a step, to check the step by. `alone`: all belongs to one request."""
 
@@ -434,7 +427,9 @@ class Before:
         assert_sound(self.pool, [s.table for s in (*running, *waiting) if s.table])
         assert all(s.paused or (s.table is None and s.computed == 0) for s in waiting)
         assert not any(s.paused for s in running)
-        assert scheduler_state(self.scheduler) == (len(waiting), {s for s in waiting if s.paused})
+        assert self.scheduler._held == Counter(holder for s in running for holder in _holders(s))
+        assert self.scheduler.num_waiting == len(waiting)
+        assert self.scheduler._paused == {s for s in waiting if s.paused}
 
     def _check_chunks(self, chunks: list[Chunk]) -> None:
         # those that had their turn may have been preempted for each other

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,25 +101,6 @@ class Faults:
         os.truncate(self.folder / "secret", self.random.randrange(32))
         assert len(SegmentStore(self.folder, MAX_BYTES).secret) == 32
 
-    @contextmanager
-    def failing(self, name: str, number: int) -> Iterator[None]:
-        """Have a function of the system fail from its next or a later call on."""
-        real, after = getattr(os, name), self.random.randrange(40)
-        calls = 0
-
-        def call(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > after:
-                raise OSError(number, os.strerror(number))
-            return real(*args)
-
-        setattr(os, name, call)
-        try:
-            yield
-        finally:
-            setattr(os, name, real)
-
     def fill_disk(self) -> None:
         """Have the system write a part of a file at most."""
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,17 +111,26 @@ class Faults:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    def fail_sync(self) -> None:
-        with self.failing("fsync", errno.EIO), suppress(OSError):
-            write(self.store, self.numbers())
+    def fail_call(self) -> None:
+        """Have a function of the system fail from its next or a later call on."""
+        name, number = self.random.choice(
+            (("fsync", errno.EIO), ("rename", errno.ENOSPC), ("scandir", errno.EIO))
+        )
+        real, left = getattr(os, name), self.random.randrange(40)
 
-    def fail_rename(self) -> None:
-        with self.failing("rename", errno.ENOSPC), suppress(OSError):
-            write(self.store, self.numbers())
+        def call(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(number, os.strerror(number))
+            return real(*args)
 
-    def fail_listing(self) -> None:
-        with self.failing("scandir", errno.EIO), suppress(OSError):
-            write(self.store, self.numbers())
+        setattr(os, name, call)
+        try:
+            with suppress(OSError):
+                write(self.store, self.numbers())
+        finally:
+            setattr(os, name, real)
 
     def fail_read(self) -> None:
         """Put a folder in place of a file: reading it is an error."""
@@ -153,8 +143,7 @@ class Faults:
     def run(self, rounds: int) -> None:
         faults = (
             *[self.kill] * 4, self.flip, self.truncate, self.remove, self.step_clock,
-            self.damage_secret, self.fill_disk, self.fail_sync, self.fail_rename,
-            self.fail_listing, self.fail_read,
+            self.damage_secret, self.fill_disk, *[self.fail_call] * 3, self.fail_read,
         )  # fmt: skip
         for _ in range(rounds):
             fault = self.random.choice(faults)

@@ -1,8 +1,12 @@
-"""Folders form layers: CONTRIBUTING.md describes the same order."""
+"""Folders form layers: CONTRIBUTING.md describes the same order. pyproject.toml requires what the
+code imports."""
 
 import ast
 import re
+import sys
+import tomllib
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -50,39 +54,18 @@ LAYERS: dict[str, set[str]] = {
 }
 # What a plain model and a plain request do not use: the core does not import it.
 OPTIONAL = (
-    "server/apis/anthropic",
-    "server/apis/openai/adapters",
-    "server/apis/openai/audio",
-    "server/apis/openai/batches",
-    "server/apis/openai/database",
-    "server/apis/openai/decisions",
-    "server/apis/openai/embedding",
-    "server/apis/openai/jobs",
-    "server/apis/openai/postgres",
-    "server/apis/openai/responses",
-    "server/apis/openai/shared_limits",
-    "server/apis/openai/store",
-    "server/apis/pipeline/decisions",
-    "server/cluster",
-    "server/commands",
-    "server/core/telemetry",
-    "server/http/fetch",
-    "server/openapi",
-    "server/web",
-    "worker/adapter_folder",
-    "worker/backends",
-    "worker/engines/embedding",
-    "worker/engines/generation/content_logprobs",
-    "worker/engines/generation/decisions",
-    "worker/engines/generation/text_pipeline",
-    "worker/engines/speech",
-    "worker/grammar",
-    "worker/model/compiling",
-    "worker/model/logit_changes",
-    "worker/model/multimodal_batch",
-    "worker/text/stop_strings",
+    "server/apis/anthropic", "server/apis/openai/adapters", "server/apis/openai/audio",
+    "server/apis/openai/batches", "server/apis/openai/database", "server/apis/openai/decisions",
+    "server/apis/openai/embedding", "server/apis/openai/jobs", "server/apis/openai/postgres",
+    "server/apis/openai/responses", "server/apis/openai/shared_limits", "server/apis/openai/store",
+    "server/apis/pipeline/decisions", "server/cluster", "server/commands", "server/core/telemetry",
+    "server/http/fetch", "server/openapi", "server/web", "worker/adapter_folder",
+    "worker/backends", "worker/engines/embedding", "worker/engines/generation/content_logprobs",
+    "worker/engines/generation/decisions", "worker/engines/generation/text_pipeline",
+    "worker/engines/speech", "worker/grammar", "worker/model/compiling",
+    "worker/model/logit_changes", "worker/model/multimodal_batch", "worker/text/stop_strings",
     "worker/vision",
-)
+)  # fmt: skip
 # A switch of the layers in worker/backends/cpu, not the layers.
 NOT_OPTIONAL = {"worker.backends.cpu.torch_only"}
 MAX_CORE_LINES = 15_000
@@ -207,10 +190,11 @@ def test_the_core_can_be_read() -> None:
 
 
 def test_no_imports_in_a_circle() -> None:
-    paths = [path for package in ("batching", "worker", "server") for path in find(package)]
     graph = {
         str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): imports(path, True)
-        for path in paths
+        for package in ("batching", "worker", "server")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
     }
     left = set(graph)
     while free := {module for module in left if not graph[module] & left}:
@@ -218,5 +202,19 @@ def test_no_imports_in_a_circle() -> None:
     assert not left, "each of these imports another one, in a circle"
 
 
-def find(package: str) -> list[Path]:
-    return [path for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
+def test_every_import_is_a_requirement() -> None:
+    """Also of functions, which a start does not run; not only as a requirement of another one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    distributions, ours = packages_distributions(), {"server", "batching", "worker"}
+    extras = [e for name, e in project["optional-dependencies"].items() if name != "dev"]
+    required = {normalized(text) for group in [project["dependencies"], *extras] for text in group}
+    required.add("triton")  # torch for GPUs brings it along
+    for path in (path for name in ours for path in (ROOT / name).rglob("*.py")):
+        modules = {module.split(".")[0] for module in imports(path)}
+        for module in modules - {*ours, *sys.stdlib_module_names}:
+            names = {normalized(name) for name in distributions.get(module, [module])}
+            assert names & required, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def normalized(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")

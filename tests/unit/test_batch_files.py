@@ -7,16 +7,13 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import pytest
 
 from batching.errors import InvalidInput
 from server.apis.openai.batches import store as store_module
 from server.apis.openai.batches.input_file import MAX_ERRORS, MAX_LINES, InputChecker, prefix_key
-from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import (
     CHUNK_BYTES,
     BatchRecord,
@@ -86,14 +83,17 @@ def test_a_file_is_bounded() -> None:
     assert len(checker.errors) == MAX_ERRORS
 
 
+Open = Callable[[], BatchStore]
+
+
 @pytest.fixture
-def opened(databases: Databases) -> Callable[[], BatchStore]:
+def opened(databases: Databases) -> Open:
     """Each call opens the store as another process."""
     return lambda: BatchStore(databases.open(), 200_000, 100_000)
 
 
 @pytest.fixture
-def store(opened: Callable[[], BatchStore]) -> BatchStore:
+def store(opened: Open) -> BatchStore:
     return opened()
 
 
@@ -139,9 +139,7 @@ def test_a_content_is_read_in_parts_of_any_size(store: BatchStore) -> None:
     assert store.database.execute("SELECT count(*) FROM chunks") == [(0,)]
 
 
-def test_lines_are_claimed_once_and_released_when_their_process_ends(
-    opened: Callable[[], BatchStore],
-) -> None:
+def test_lines_are_claimed_once_and_released_when_their_process_ends(opened: Open) -> None:
     one, other = opened(), opened()
     record = begun(one, 6)
     [found] = other.unfinished()
@@ -166,7 +164,7 @@ def test_lines_are_claimed_once_and_released_when_their_process_ends(
     assert found.crashes == 0
 
 
-def test_processes_that_die_together_are_one_crash(opened: Callable[[], BatchStore]) -> None:
+def test_processes_that_die_together_are_one_crash(opened: Open) -> None:
     """As those of machines that lose power: their lines have not ended them."""
     stores = [opened() for _ in range(4)]
     record = begun(stores[0], 6)
@@ -179,19 +177,7 @@ def test_processes_that_die_together_are_one_crash(opened: Callable[[], BatchSto
     assert claimed(stores[3], found) == [*range(6)]
 
 
-def test_a_process_that_stops_reads_on_what_others_cancel() -> None:
-    record = SimpleNamespace(job=SimpleNamespace(id="batch_1", status="cancelling"))
-    jobs: Any = SimpleNamespace(
-        worker_client=None, jobs={}, stores=[], on_start=[], on_poll=[], is_stopping=True
-    )
-    store: Any = SimpleNamespace(unfinished=lambda: [record])
-    runner = BatchRunner(jobs, store, {})
-    [poll] = jobs.on_poll
-    anyio.run(poll)
-    assert runner.batches == []
-
-
-def test_each_line_has_one_result(opened: Callable[[], BatchStore]) -> None:
+def test_each_line_has_one_result(opened: Open) -> None:
     """A process whose claim is lost stores nothing, and what is stored is stored together."""
     one, other = opened(), opened()
     record = begun(one)
@@ -218,7 +204,7 @@ def test_each_line_has_one_result(opened: Callable[[], BatchStore]) -> None:
     assert not other.reload(found)
 
 
-def test_one_process_checks_the_input(opened: Callable[[], BatchStore]) -> None:
+def test_one_process_checks_the_input(opened: Open) -> None:
     one, other = opened(), opened()
     content = line("a")
     record = one.create(KEY, "", CHAT, add(one, content), None, 3600)
@@ -234,7 +220,7 @@ def test_one_process_checks_the_input(opened: Callable[[], BatchStore]) -> None:
     assert claimed(other, found) == [0]
 
 
-def test_a_cancelled_batch_is_seen_by_all(opened: Callable[[], BatchStore]) -> None:
+def test_a_cancelled_batch_is_seen_by_all(opened: Open) -> None:
     one, other = opened(), opened()
     record = begun(one)
     assert claimed(one, record, 1) == [0]
@@ -247,9 +233,7 @@ def test_a_cancelled_batch_is_seen_by_all(opened: Callable[[], BatchStore]) -> N
         other.cancel(KEY, record.job.id)
 
 
-def test_a_batch_that_is_cancelled_before_its_end_is_cancelled(
-    opened: Callable[[], BatchStore],
-) -> None:
+def test_a_batch_that_is_cancelled_before_its_end_is_cancelled(opened: Open) -> None:
     """The process that ends it has not read that yet."""
     one, other = opened(), opened()
     record = begun(one, 1)

@@ -31,19 +31,39 @@ def arrive(b: DynamicBatcher, arrived: WorkItem, now: float) -> None:
     b.add(arrived)
 
 
-def test_nothing_is_due_without_waiting_items() -> None:
-    assert batcher().due_at(NEVER) is None
-    assert batcher().take(1e9, NEVER) == []
-
-
-def test_deadline_counts_from_the_first_item_alone() -> None:
+def test_the_wait_counts_from_the_acceptance_of_the_first_item() -> None:
     b = batcher(wait_s=1.0)
+    assert b.due_at(NEVER) is None
+    assert b.take(1e9, NEVER) == []
     first, second = item(), item()
     arrive(b, first, 10.0)
+    first.arrived_at = 10.5  # it was prepared until then
     arrive(b, second, 10.9)
     assert b.due_at(NEVER) == 11.0
     assert b.take(10.99, NEVER) == []
     assert b.take(11.0, NEVER) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths", "batches"),
+    [
+        # a full one leaves at once
+        ({"size": 2, "wait_s": 1.0}, [60, 40, 1], [[60, 40], []]),
+        ({"tokens": 100, "wait_s": 1.0}, [60, 40, 1], [[60, 40], []]),
+        # packed ones keep the order of arrival: 10 would fit, but 50 came first
+        ({"tokens": 100}, [60, 50, 10], [[60], [50, 10]]),
+        # padded ones have items of similar length, and the oldest
+        ({"size": 3, "packs": False}, [50, 5, 48, 6, 52, 7], [[50, 48, 52], [5, 6, 7]]),
+    ],
+)
+def test_a_batch_has_the_oldest_item_and_those_that_fit(
+    limits: dict[str, Any], lengths: list[int], batches: list[list[int]]
+) -> None:
+    b = batcher(**{"size": 10, "wait_s": 0.0} | limits)
+    for length in lengths:
+        arrive(b, item(length), 10.0)
+    for expected in batches:
+        assert sorted(i.tokens for i in b.take(10.0, NEVER)) == sorted(expected)
 
 
 def test_items_put_back_come_first_of_their_request_but_not_of_others() -> None:
@@ -60,31 +80,6 @@ def test_items_put_back_come_first_of_their_request_but_not_of_others() -> None:
     assert b.due_at(NEVER) == 10.0  # full
     assert b.take(20.0, NEVER) == [bystander, second, third]
     assert b.take(20.0, NEVER) == [late]
-
-
-def test_time_spent_in_preparation_counts() -> None:
-    b = batcher(wait_s=1.0)
-    slow = item()
-    slow.accepted_at = 9.5
-    b.add(slow)
-    assert b.due_at(NEVER) == 10.5
-
-
-@pytest.mark.parametrize("limit", [{"size": 2}, {"tokens": 100}])
-def test_full_batch_leaves_at_once(limit: dict[str, int]) -> None:
-    b = batcher(**limit, wait_s=1.0)  # type: ignore[arg-type]
-    items = [item(60), item(40), item(1)]
-    for arrived in items:
-        arrive(b, arrived, 10.0)
-    assert b.take(10.0, NEVER) == items[:2]
-    assert b.take(10.0, NEVER) == []  # the third waits for the next batch
-
-
-def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
-    b = batcher(wait_s=1.0)
-    waited = item()
-    arrive(b, waited, 10.0)
-    assert b.take(10.5, idle_since=10.5) == [waited]
 
 
 OWNERS = {name: WorkOwner(name[0], name) for name in ("a1", "a2", "b1")}
@@ -121,32 +116,6 @@ def test_cancelled_and_late_items_take_no_room_in_a_batch() -> None:
         arrive(b, arrived, 0.0)
     assert b.take(6.0, NEVER) == [alive]
     assert not b.waiting
-
-
-def test_a_padded_batch_has_items_of_similar_length_and_the_oldest() -> None:
-    b = batcher(size=3, packs=False, wait_s=0.0)
-    lengths = [50, 5, 48, 6, 52, 7]
-    items = [item(tokens=n) for n in lengths]
-    for arrived in items:
-        arrive(b, arrived, 0.0)
-    assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [48, 50, 52]
-    assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [5, 6, 7]
-
-
-def test_padding_counts_against_the_token_cap() -> None:
-    b = batcher(size=10, tokens=100, packs=False, wait_s=0.0)
-    for n in (10, 90, 11):
-        arrive(b, item(tokens=n), 0.0)
-    assert [i.tokens for i in b.take(0.0, NEVER)] == [10, 11]  # 90 would make it 3 x 90
-
-
-def test_packed_batch_keeps_the_order_of_arrival() -> None:
-    b = batcher(size=10, tokens=100, wait_s=0.0)
-    items = [item(tokens=n) for n in (60, 50, 10)]
-    for arrived in items:
-        arrive(b, arrived, 0.0)
-    assert b.take(0.0, NEVER) == items[:1]  # 10 would fit, but 50 came first
-    assert b.take(0.0, NEVER) == items[1:]
 
 
 def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -> None:

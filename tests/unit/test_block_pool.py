@@ -2,10 +2,10 @@
 
 import weakref
 from collections.abc import Sequence
-
-import pytest
+from typing import Any
 
 from batching.block_pool import BlockPool, BlockTable
+from batching.state_pool import StatePool
 from tests.scheduling import assert_sound
 
 
@@ -40,11 +40,6 @@ def pool_of(num_blocks: int, block_size: int = 4, fresh_fraction: float = 1.0) -
     return BlockPool(num_blocks, block_size, fresh_fraction)
 
 
-def test_blocks_for_rounds_up() -> None:
-    pool = pool_of(1, block_size=4)
-    assert [pool.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
-
-
 def test_the_longest_computed_prefix_is_found() -> None:
     pool = pool_of(8)
     blocks = cached(pool, A + B + C)
@@ -52,13 +47,6 @@ def test_the_longest_computed_prefix_is_found() -> None:
     assert found(pool, A + B + A) == blocks[:2]
     assert found(pool, B + C) == []  # the same tokens after another prefix
     assert found(pool, A[:3] + B) == []
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
-def test_the_last_token_is_never_matched(tokens: int, blocks: int) -> None:
-    pool = pool_of(8)
-    cached(pool, A + B + C)
-    assert len(pool.match((A + B + C + A)[:tokens])[0]) == blocks
 
 
 def matched(pool: BlockPool, tokens: list[int]) -> tuple[list[int], bool]:
@@ -149,14 +137,6 @@ def test_beyond_the_fraction_fresh_blocks_are_used_when_all_others_are_in_use() 
     assert_sound(pool, [table])
 
 
-def test_tails_are_evicted_before_heads_within_the_fraction_too() -> None:
-    pool = pool_of(8, fresh_fraction=0.5)
-    cached(pool, A + B)
-    cached(pool, C + A)
-    cached(pool, B)
-    assert [len(found(pool, tokens)) for tokens in (A + B, C + A, B)] == [1, 2, 1]
-
-
 def test_trimmed_blocks_are_allocated_next() -> None:
     pool = pool_of(5)
     cached(pool, C + B)
@@ -168,29 +148,6 @@ def test_trimmed_blocks_are_allocated_next() -> None:
     assert pool.grow(table, 9)
     assert len(found(pool, C + B)) == 2
     assert_sound(pool, [table])
-
-
-def test_unregistered_blocks_are_not_found() -> None:
-    pool = pool_of(8)
-    table = computed(pool, A + B)
-    pool.unregister(table)
-    assert found(pool, A + B) == []
-    assert pool.used == 2
-    pool.close(table)
-    again = computed(pool, A)
-    assert found(pool, A + B) == list(again.blocks)
-    assert_sound(pool, [again])
-
-
-def test_blocks_that_others_use_stay_registered() -> None:
-    pool = pool_of(8)
-    head = cached(pool, A)
-    broken = computed(pool, A + B)
-    other = opened(pool, [*A, 0])
-    pool.unregister(broken)
-    pool.close(broken)
-    assert found(pool, A + B) == head
-    assert_sound(pool, [other])
 
 
 def test_closing_a_table_drops_its_runner_state_while_a_step_holds_the_table() -> None:
@@ -213,3 +170,57 @@ def test_blocks_of_a_paused_sequence_are_not_waited_for() -> None:
     assert pool.match(tokens) == ([table.blocks[0]], None)
     pool.register(table, tokens, 12)
     assert pool.match([*tokens, 0]) == (list(table.blocks), None)
+
+
+# ── blocks and states that other threads copy: whether a copy is of the contents it was for ──
+
+
+def run(pool: BlockPool, tokens: list[int]) -> tuple[int, Any]:
+    """Compute a block, and the states after it. Return the block, and its description."""
+    table = pool.open(tokens, [], checkpoints=(4,))
+    assert table is not None
+    pool.plan_states(table, 4)
+    pool.commit_states(table, 4)
+    pool.register(table, tokens, 4)
+    [block] = table.blocks
+    description = pool.describe(block)
+    pool.close(table)
+    return block, description
+
+
+def test_a_block_has_its_description_until_it_is_evicted() -> None:
+    pool = BlockPool(2, 4)
+    block, description = run(pool, A)
+    run(pool, B)
+    assert description
+    assert pool.describe(block) == description
+    run(pool, C)  # in the memory of A, which is the least recently used
+    assert pool.describe(block) != description
+    run(pool, A)
+    assert pool.describe(block) != description  # the same contents, perhaps written meanwhile
+
+
+def test_a_block_never_seems_to_have_its_former_contents() -> None:
+    """Another thread may ask between any two changes of the pool."""
+    pool, answers = BlockPool(1, 4), list[bool]()
+    block, description = run(pool, A)
+
+    class Watched(list[Any]):
+        def __setitem__(self, *change: Any) -> None:
+            super().__setitem__(*change)
+            answers.append(pool.describe(block) == description)
+
+    pool._key_of, pool._prefix_of = Watched(pool._key_of), Watched(pool._prefix_of)
+    run(pool, B)
+    assert answers == [False] * 3  # evicted, then announced
+
+
+def test_states_have_their_description_until_their_slot_is_taken_again() -> None:
+    pool = BlockPool(8, 4, states=StatePool(1, 1))
+    block, description = run(pool, A)
+    prefix, checkpoint = description
+    assert checkpoint is not None
+    assert pool.describe(block) == description
+    run(pool, B)  # has the only checkpoint
+    run(pool, C)
+    assert pool.describe(block) == (prefix, None)

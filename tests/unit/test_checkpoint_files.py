@@ -24,14 +24,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\nsize 9\n"
         (["model-q4.gguf"], "name a GGUF file in it, such as model-q4.gguf"),
         (["refs/main", "snapshots/0123"], "name the folder of a revision in its folder snapshots"),
         (["checkpoint-5/config.json"], "name a folder in it that has one, such as checkpoint-5"),
-        (
-            ["vocab.txt", "tokenizer.json"],
-            "in it, but tokenizer.json, vocab.txt: add the model's",
-        ),
-        (
-            ["d.txt", "c.txt", "b.txt", "a.txt"],
-            "in it, but a.txt, b.txt, c.txt: add the model's",
-        ),
+        (["vocab.txt", "tokenizer.json"], "in it, but tokenizer.json, vocab.txt: add the model's"),
+        (["d.txt", "c.txt", "b.txt", "a.txt"], "in it, but a.txt, b.txt, c.txt: add the model's"),
     ],
 )
 def test_a_folder_without_a_configuration_is_explained(files: list[str], sentence: str) -> None:
@@ -45,10 +39,7 @@ def test_a_folder_without_a_configuration_is_explained(files: list[str], sentenc
         (["training_args.bin"], "it has no weights: add model.safetensors"),
         (["pytorch_model.bin"], "a pickle (pytorch_model.bin), which could run code: load it once"),
         (["0_Transformer/pytorch_model.bin"], "a pickle"),
-        (
-            ["onnx/model.onnx", "onnx/model.onnx_data"],
-            "are model.onnx only: use the",
-        ),
+        (["onnx/model.onnx", "onnx/model.onnx_data"], "are model.onnx only: use the"),
         (
             ["openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.bin"],
             "are openvino_model.xml only: use the",

@@ -7,12 +7,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
-from tests.call_formats import NAMES, call_format_of
+from tests.call_formats import NAMES, accepts, arguments_text, call_format_of, call_text
 from worker.grammar.custom_input import escaped_value, plain_value
 from worker.grammar.lark import content_rule
 from worker.grammar.tool_calls import tool_calls_grammar
 from worker.messages.generation import Constraint
-from worker.text.tool_call_format import ToolCallFormat
 from worker.text.tool_call_parser import make_call_parser
 
 # The grammar that Codex sends for its tool apply_patch.
@@ -69,27 +68,13 @@ TOOL = {
     },
 }
 BYTES = LLTokenizer("byte")
-FORMATS = {name: call_format_of(name) for name in [*NAMES, "channels"]}
-
-
-def matches(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(BYTES, grammar)
-    assert not matcher.get_error(), matcher.get_error()
-    tokens = BYTES.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+CLOSE = "\n</parameter>\n"
+FORMATS = [*NAMES, "channels"]
 
 
 def matches_escaped(definition: str, text: str) -> bool:
     rule = escaped_value(Constraint("grammar", definition, "p"))
-    return matches(f"start: {rule}", json.dumps(text, ensure_ascii=False))
-
-
-def test_a_grammar_constrains_the_decoded_string() -> None:
-    assert matches_escaped(APPLY_PATCH, PATCH)
-    assert matches_escaped(APPLY_PATCH, PATCH + "\n")
-    for wrong in ("", PATCH[1:], PATCH.replace("@@", "%%"), PATCH.replace("+one", "one")):
-        assert not matches_escaped(APPLY_PATCH, wrong)
-    assert matches_escaped(EXEC, '// @exec: {"a": 1}\r\nlet x = "\\\\";\n\x01é')
+    return accepts(f"start: {rule}", json.dumps(text, ensure_ascii=False))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +96,8 @@ def test_a_grammar_constrains_the_decoded_string() -> None:
     ],
 )
 def test_escaped_terminals(definition: str, good: str, bad: str) -> None:
-    assert matches(definition, good)
-    assert not matches(definition, bad)
+    assert accepts(definition, good)
+    assert not accepts(definition, bad)
     assert matches_escaped(definition, good)
     assert not matches_escaped(definition, bad)
 
@@ -140,22 +125,28 @@ def test_escaped_terminals(definition: str, good: str, bad: str) -> None:
         ('start: "a"\n%ignore /a\\nb/', "%ignore takes a class"),
         ("start", "starts no rule"),
         ("x" * 200_000, "characters"),
+        # in plain text
+        ('start: "a</parameter>"', "its text contains '</parameter>'"),
+        ("start: a\na: /x<\\/parameter>/", "its text contains '</parameter>'"),
+        ("start: a\na[max_tokens=3]: /[a-z]+/", "no attributes here, as [max_tokens=3]"),
+        ('start [stop="]"]: /[a-z]+/', 'no attributes here, as [stop="]"]'),
+        ("start: A\nA: /[<>]/ & /[^b]+/", "& is not supported"),
+        ("start: /" + "(" * 60 + "a" + ")" * 60 + "/", "nested too deeply"),
     ],
 )
 def test_a_grammar_that_cannot_be_applied_is_refused(definition: str, reason: str) -> None:
+    is_plain = "parameter" in reason or "attributes" in reason or "[<>]" in definition
+    constraint = Constraint("grammar", definition, "tools[0].format.definition")
     with pytest.raises(InvalidInput) as error:
-        escaped_value(Constraint("grammar", definition, "tools[0].format.definition"))
+        plain_value(constraint, CLOSE) if is_plain else escaped_value(constraint)
     assert str(error.value).startswith("tools[0].format.definition: cannot be compiled: ")
     assert reason in str(error.value)
     assert error.value.param == "tools[0].format.definition"
 
 
-CLOSE = "\n</parameter>\n"
-
-
 def matches_plain(definition: str, text: str) -> bool:
     rule = plain_value(Constraint("grammar", definition, "p"), CLOSE)
-    return matches(f'start: {rule} "</function>"', f"{text}{CLOSE}</function>")
+    return accepts(f'start: {rule} "</function>"', f"{text}{CLOSE}</function>")
 
 
 ASSIGNMENTS = 'start: one+\none: NAME "=" /[0-9]+/ ";"?\nNAME: /[a-z]+/\n%ignore /\\s+/\n'
@@ -204,78 +195,50 @@ def test_plain_text_contains_no_closing_text(close: str) -> None:
             assert accepts == (not is_closed), text
 
 
-@pytest.mark.parametrize(
-    ("definition", "reason"),
-    [
-        ('start: "a</parameter>"', "its text contains '</parameter>'"),
-        ("start: a\na: /x<\\/parameter>/", "its text contains '</parameter>'"),
-        ("start: a\na[max_tokens=3]: /[a-z]+/", "no attributes here, as [max_tokens=3]"),
-        ('start [stop="]"]: /[a-z]+/', 'no attributes here, as [stop="]"]'),
-        ("start: A\nA: /[<>]/ & /[^b]+/", "& is not supported"),
-        ("start: /" + "(" * 60 + "a" + ")" * 60 + "/", "nested too deeply"),
-    ],
-)
-def test_a_grammar_without_a_plain_form_is_refused(definition: str, reason: str) -> None:
-    with pytest.raises(InvalidInput) as error:
-        plain_value(Constraint("grammar", definition, "p"), CLOSE)
-    assert str(error.value).startswith("p: cannot be compiled: ")
-    assert reason in str(error.value)
-
-
 def test_a_regular_expression_is_the_pattern_of_the_string() -> None:
     for pattern in (r'^[a-z"]+\d$', r'[a-z"]+\d'):
         rule = escaped_value(Constraint("regex", pattern, "p"))
-        assert matches(f"start: {rule}", json.dumps('ab"1'))
-        assert not matches(f"start: {rule}", json.dumps('ab"1x'))
+        assert accepts(f"start: {rule}", json.dumps('ab"1'))
+        assert not accepts(f"start: {rule}", json.dumps('ab"1x'))
 
 
-def call_with(call_format: ToolCallFormat, value: str) -> tuple[str, str]:
-    """Return a call's text, and that of its arguments."""
-    arguments = call_format.arguments
-    values = {"json": json.dumps(value, ensure_ascii=False)}
-    values["python"] = f"input={values['json']}"
-    values["json"] = f'{{"input"{arguments.colon}{values["json"]}}}'
-    plain = f"{arguments.open}input{arguments.middle}{arguments.quotes}{value}"
-    text = values.get(arguments.style, f"{plain}{arguments.quotes}{arguments.close}")
-    return call_format.render([("patch", text)]).replace("\1", "id1").lstrip(), text
-
-
-def grammar_of(call_format: ToolCallFormat, constraint: Constraint) -> str:
+def grammar_of(name: str, constraint: Constraint) -> str:
     inputs = {"patch": constraint}
-    return tool_calls_grammar(call_format, [TOOL], False, json.dumps, inputs=inputs)
+    return tool_calls_grammar(call_format_of(name), [TOOL], False, json.dumps, inputs=inputs)
+
+
+def call_with(name: str, source: str) -> str:
+    return call_text(name, {"input": source}, "patch")
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_source_code_is_an_input_in_every_format(name: str) -> None:
-    call_format = FORMATS[name]
-    assert isinstance(call_format, ToolCallFormat)
-    grammar = grammar_of(call_format, Constraint("grammar", EXEC, "p"))
+    grammar = grammar_of(name, Constraint("grammar", EXEC, "p"))
     for source in (
         'for (let x = 1; x < "2"; x++) {}\n',
-        '// @exec: {"a": 1}\nlet y = `</b>\n`;\n\n',
+        '// @exec: {"a": 1}\r\nlet y = `</b>\n\x01`;\n\n',
     ):
-        assert matches(grammar, call_with(call_format, source)[0])
-    assert not matches(grammar, call_with(call_format, "")[0])
+        assert accepts(grammar, call_with(name, source))
+    assert not accepts(grammar, call_with(name, ""))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_every_format_have_an_input_of_the_grammar(name: str) -> None:
-    call_format = FORMATS[name]
-    assert isinstance(call_format, ToolCallFormat)
-    arguments = call_format.arguments
-    grammar = grammar_of(call_format, Constraint("grammar", APPLY_PATCH, "p"))
-    call, text = call_with(call_format, PATCH)
-    assert matches(grammar, call)
-    assert not matches(grammar, call.replace("Begin Patch", "begin"))
-    if arguments.style == "entries":  # the parser reads the same input
+    grammar = grammar_of(name, Constraint("grammar", APPLY_PATCH, "p"))
+    assert accepts(grammar, call_with(name, PATCH))
+    assert accepts(grammar, call_with(name, PATCH + "\n"))
+    for wrong in (PATCH[1:], PATCH.replace("@@", "%%"), PATCH.replace("+one", "one")):
+        assert not accepts(grammar, call_with(name, wrong))
+    call_format = call_format_of(name)
+    if call_format.arguments.style == "entries":  # the parser reads the same input
         types = {"patch": {"input": {"string"}}}
         parser = make_call_parser(call_format, {"name": "patch"}, types)
-        parser.feed(text)
+        parser.feed(arguments_text(name, {"input": PATCH}))
         [part] = parser.close(False)
         assert json.loads(part.arguments) == {"input": PATCH}
-    pattern = grammar_of(call_format, Constraint("regex", "[a-z<>]+", "p"))
-    assert not matches(pattern, call)
-    assert matches(pattern, call_with(call_format, "a<b>")[0])
+    pattern = grammar_of(name, Constraint("regex", "[a-z<>]+", "p"))
+    assert not accepts(pattern, call_with(name, PATCH))
+    assert accepts(pattern, call_with(name, "a<b>"))
 
 
 def test_a_whole_grammar_has_no_attributes_either() -> None:

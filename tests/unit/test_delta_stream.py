@@ -3,28 +3,22 @@
 import asyncio
 import math
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.types import Scope
 
 from batching.errors import ItemFailed
 from batching.fair_share import WorkOwner
 from batching.request_queue import FairQueue, RequestQueue
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import (
-    FEW_READERS,
-    Deadlines,
-    IncomingRequest,
-    Submission,
-    WorkerClient,
-)
+from server.core.worker_client import Deadlines, IncomingRequest, Submission
 from tests.fake_generator import DeltaQueue
-from worker.messages.deltas import MAX_UNREAD, Delta
+from worker.messages.deltas import MAX_UNREAD, Delta, DeltaPart
 
 pytestmark = pytest.mark.anyio
 
@@ -39,11 +33,8 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
 
 
 def incoming() -> IncomingRequest:
-    return IncomingRequest(scope(), None, NO_LIMITS)
-
-
-def scope() -> Scope:
-    return {"context": RequestContext(b""), "record": RequestRecord()}
+    scope = {"context": RequestContext(b""), "record": RequestRecord()}
+    return IncomingRequest(scope, None, NO_LIMITS)
 
 
 def client_of(**more: Any) -> Any:
@@ -70,27 +61,20 @@ async def test_the_header_and_the_record_have_the_times_of_the_first_input_and_t
     assert timing == b"queue;dur=10000.00, batch;dur=1000.00, model;dur=11000.00"
 
 
-async def test_collect_returns_all_deltas() -> None:
+@pytest.mark.parametrize("error", [None, ItemFailed("late")])
+async def test_collect_returns_all_deltas_or_raises_the_failure(error: Exception | None) -> None:
     async with streaming() as stream:
         whole = asyncio.create_task(stream.collect())
         for part in ("one", "two"):
             stream.push(part)
             await asyncio.sleep(0)
         stream.push("three")
-        stream.items[0].resolve(None)
-        assert await whole == ["one", "two", "three"]
-
-
-async def test_collect_raises_a_failure_after_some_deltas() -> None:
-    async with streaming() as stream:
-        whole = asyncio.create_task(stream.collect())
-        stream.push("one")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        stream.push("two")
-        stream.items[0].resolve(ItemFailed("late"))
-        with pytest.raises(ItemFailed):
-            await whole
+        stream.items[0].resolve(error)
+        if error:
+            with pytest.raises(ItemFailed):
+                await whole
+        else:
+            assert await whole == ["one", "two", "three"]
 
 
 async def test_read_returns_the_deltas_before_a_failure() -> None:
@@ -102,27 +86,6 @@ async def test_read_returns_the_deltas_before_a_failure() -> None:
         assert stream.unfinished
         with pytest.raises(ItemFailed):
             await stream.read()
-
-
-async def test_few_readers_wake_at_once_and_many_together() -> None:
-    client, timers = WorkerClient.__new__(WorkerClient), list[Any]()
-    later: Any = SimpleNamespace(call_later=lambda seconds, wake: timers.append(wake))
-    client.loop, client.readers, client._to_wake = later, FEW_READERS, {}
-    one, two = asyncio.Event(), asyncio.Event()
-    client.wake_reader(one.set)
-    assert one.is_set()
-    one.clear()
-    client.readers += 1
-    for arrival in (one, two, one):
-        client.wake_reader(arrival.set)
-    assert not one.is_set()
-    assert len(timers) == 1
-    timers.pop()()
-    assert one.is_set()
-    assert two.is_set()
-    one.clear()
-    client.wake_reader(one.set)
-    assert len(timers) == 1
 
 
 def token_stream(client: Any, choices: int) -> TokenStream:
@@ -161,35 +124,32 @@ async def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
     """With nothing to read it would send a comment, as on an idle connection."""
     waiting = list[Callable[[], None]]()
     client = client_of(readers=0, wake_reader=waiting.append)
-    with token_stream(client, choices=2) as stream:
-        one, two = DeltaQueue(0), DeltaQueue(1)
-        one.push(Delta(0, tokens=1))
-        stream.push(one)
+    with token_stream(client, choices=1) as stream:
+        choice = DeltaQueue(0)
+
+        def push(reason: Any = None) -> None:
+            choice.push(Delta(0, tokens=1, finish_reason=reason))
+            stream.push(choice)
+
+        push()
         await stream.read()
-        one.push(Delta(0, tokens=1))
-        two.push(Delta(1, tokens=1, finish_reason="stop"))
-        stream.push(one)
-        stream.push(two)
-        assert [delta.choice for delta in await stream.read()] == [0, 1]
+        push()
+        assert await stream.read()
         waiting.pop()()
         assert not stream.arrival.is_set()
-        one.push(Delta(0, tokens=1))
-        stream.push(one)
+        push()
         waiting.pop()()
         assert stream.arrival.is_set()
         await stream.read()
-        one.push(Delta(0, tokens=1))
-        stream.push(one)
+        push()
         assert len(stream.take()) == 1
-        stream.push(one)  # of a token that was read meanwhile
+        stream.push(choice)  # of a token that was read meanwhile
         waiting.pop()()
         assert not waiting
         assert not stream.arrival.is_set()
-        one.push(Delta(0, tokens=1))
-        stream.push(one)
-        one.push(Delta(0, tokens=1, finish_reason="stop"))
+        choice.push(Delta(0, tokens=1, finish_reason="stop"))
         stream.take()  # before the push
-        stream.push(one)
+        stream.push(choice)
         assert stream.arrival.is_set()
         assert not await stream.read()
         assert not stream.unfinished
@@ -236,3 +196,17 @@ async def test_a_choice_with_many_unread_tokens_is_written_alone() -> None:
                 choice.push(Delta(choice.choice, tokens=1))
             stream.push(choice)
         assert [choice.unread for choice in choices] == [MAX_UNREAD - 1, 0]
+
+
+async def test_text_that_is_not_read_yet_is_not_copied_with_each_token() -> None:
+    tracemalloc.start()
+    unread = Delta(0)
+    for text in ("字" * 1_000_000, *["字"] * 100):  # CPython does so once the code is warm
+        unread.merge(Delta(0, [DeltaPart("content", text)]))
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    unread.merge(Delta(0, [DeltaPart("content", "字a")]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert unread.text == "字" * 1_000_101 + "a"
+    assert peak - before < 100_000

@@ -1,7 +1,9 @@
-"""The files of docs/deploy: they parse, and agree with each other and with the server on names,
-ports, paths, settings, metrics and times."""
+"""The files of docs/deploy, the dashboard and the alert rules: they parse, and agree with each
+other and with the server on names, ports, paths, settings, metrics and times."""
 
+import json
 import re
+import shutil
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import ProcessCollector
 
 from server.commands.serve import serve_command
 from server.core.metrics import Metrics
@@ -27,6 +30,8 @@ POD = MANIFESTS["Deployment"]["spec"]["template"]
 ENV = {entry["name"]: entry.get("value") for entry in CONTAINER["env"]}
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 SETTINGS = {spec.name.upper() for spec in fields(Settings)}
+SERIES = re.compile(r"\b((?:onequeue_|vllm:|process_)\w+)(?:\{([^}]*)\})?")
+TARGET_LABELS = {"job", "instance"}  # of Prometheus
 [PORT] = [param.default for param in serve_command().params if param.name == "port"]
 
 
@@ -172,3 +177,45 @@ def test_rays_file_names_the_policy_that_counts_inputs() -> None:
         assert module == "server.cluster"
         assert f"\n{definition.format(name)}" in source
     assert f"\nclass {deployment['name']}:" in source
+
+
+# ── the dashboard and the alert rules ──
+
+
+def expressions() -> list[str]:
+    dashboard: dict[str, Any] = json.loads((DEPLOY.parent / "grafana.json").read_text())
+    rules: dict[str, Any] = yaml.safe_load((DEPLOY.parent / "alerts.yaml").read_text())
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return panels + [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+
+
+def known_series() -> dict[str, set[str]]:
+    """Return the labels of each series."""
+    metrics = Metrics(lambda: 0.0)
+    known: dict[str, set[str]] = {}
+    for collector, names in metrics.registry._collector_to_names.items():
+        labels = {*getattr(collector, "_labelnames", ())}
+        if isinstance(collector, ProcessCollector):
+            names = [metric.name for metric in collector.collect()]
+        known |= dict.fromkeys(names, labels | TARGET_LABELS)
+    return known
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_uses_known_series_and_labels(expression: str) -> None:
+    known, found = known_series(), SERIES.findall(expression)
+    assert found or expression.startswith("up{")
+    for name, matchers in found:
+        assert name in known, name
+        used = set(re.findall(r"(\w+)=", matchers))
+        for group in re.findall(r"by \(([^)]*)\)", expression):
+            used |= set(re.split(r",\s*", group)) - {"le"}
+        assert used <= known[name], expression
+
+
+def test_promtool_accepts_the_rules() -> None:
+    if not (promtool := shutil.which("promtool")):
+        pytest.skip("promtool is not installed")
+    command = [promtool, "check", "rules", str(DEPLOY.parent / "alerts.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

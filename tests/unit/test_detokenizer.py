@@ -264,14 +264,6 @@ def test_character_is_returned_with_its_last_byte(kind: str, before: str) -> Non
     assert streamed(kind, encoded(kind, before), ids) == ["", "", "", "🚀", "", "é", "\n", ""]
 
 
-@pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
-def test_flush_replaces_an_incomplete_character(kind: str) -> None:
-    rocket = encoded(kind, "🚀")[-4:]
-    *pushes, flushed = streamed(kind, [], [*encoded(kind, "is"), *rocket[:3]])
-    assert "".join(pushes).strip() == "is"
-    assert set(flushed) == {REPLACEMENT}
-
-
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK, "editing"])
 @pytest.mark.parametrize("before", ["is", "🚀", "\x80"])
 @pytest.mark.parametrize("kept", [1, 2, 3])

@@ -1,11 +1,18 @@
-"""The number of drafts in a step: as many as pay, by the measured times of steps."""
+"""Drafts: as many in a step as pay, by the measured times of steps, and those of n-grams."""
 
 import random
 
 import pytest
 
 from batching.step_times import StepTimes
-from worker.engines.generation.speculation import MAX_ROWS, Speculation
+from worker.engines.generation.speculation import (
+    INITIAL_ACCEPTANCE,
+    MAX_DRAFT,
+    MAX_INDEXED,
+    MAX_ROWS,
+    NgramDrafter,
+    Speculation,
+)
 
 
 def trained(row_s: float, sequences: int, steps: int = 200, fixed_s: float = 0.01) -> Speculation:
@@ -79,3 +86,75 @@ def test_unused_rows_are_left_to_later_sequences() -> None:
     speculation.begin_step(4)
     assert speculation.allot_rows() == 7
     assert [speculation.allot_rows() for _ in range(3)] == [10, 14, 28]
+
+
+# ── n-grams ──
+
+LONG = [1, 2, 3, *range(10, 40), 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], 2, [4, 5]),
+        ([1, 2, 3, 7, 0, 1, 2, 3, 8, 0, 1, 2, 3], 1, [8]),  # the latest occurrence
+        ([5, 5, 5, 5], 6, [5] * 6),  # beyond the end of the text
+        ([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2], 6, [3, 0, 1, 2, 3, 0]),
+        (LONG, 100, range(10, 10 + MAX_DRAFT)),
+        (LONG, 0, []),
+        ([1, 2, 3, 4, 5, 6], 6, []),
+        ([1, 2], 6, []),
+    ],
+)
+def test_the_tokens_that_followed_the_last_ngram_are_drafted(
+    tokens: list[int], limit: int, draft: list[int]
+) -> None:
+    assert NgramDrafter().draft(tokens, limit) == tuple(draft)
+
+
+def test_text_that_grows_is_indexed_once_and_found_later() -> None:
+    drafter = NgramDrafter()
+    tokens = [1, 2, 3, 4]
+    assert drafter.draft(tokens, 6) == ()
+    tokens += [9, 2, 3, 4]
+    assert drafter.draft(tokens, 4) == (9, 2, 3, 4)
+    tokens += [9, 2]
+    assert drafter.draft(tokens, 2) == (3, 4)
+
+
+@pytest.mark.parametrize("right", [0.1, 0.6, 0.9])
+def test_acceptance_is_learned_up_to_the_first_wrong_token(right: float) -> None:
+    drafter, chance, learned = NgramDrafter(), random.Random(0), []
+    for _ in range(2000):
+        outcomes = [chance.random() < right for _ in range(4)]
+        drafter.record_verified(4, (*outcomes, False).index(False))
+        learned.append(drafter.acceptance)
+    assert sum(learned) / len(learned) == pytest.approx(right, abs=0.1)
+
+
+def test_acceptance_too_low_for_drafts_recovers() -> None:
+    drafter = NgramDrafter()
+    for _ in range(10):
+        drafter.record_verified(1, 0)
+    assert drafter.acceptance < 0.1
+    steps = 0
+    while drafter.acceptance < INITIAL_ACCEPTANCE / 2:
+        assert drafter.draft([1, 2, 3, 4, 1, 2, 3], 0) == ()
+        steps += 1
+    assert 40 < steps < 120
+
+
+def test_a_call_indexes_a_bounded_number_of_tokens() -> None:
+    drafter, tokens = (
+        NgramDrafter(),
+        [*range(3 * MAX_INDEXED), 2 * MAX_INDEXED, 2 * MAX_INDEXED + 1, 2 * MAX_INDEXED + 2],
+    )
+    assert [drafter.draft(tokens, 1) for _ in range(3)] == [(), (), (2 * MAX_INDEXED + 3,)]
+
+
+def test_a_limit_of_zero_indexes_nothing() -> None:
+    drafter, late = NgramDrafter(), MAX_INDEXED + 100
+    tokens = [*range(2 * MAX_INDEXED), late, late + 1, late + 2]
+    for _ in range(3):
+        assert drafter.draft(tokens, 0) == ()
+    assert [drafter.draft(tokens, 1) for _ in range(2)] == [(), (late + 3,)]

@@ -11,12 +11,7 @@ from transformers.generation import logits_process
 from worker.model import sampler
 from worker.model.logit_changes import process_logits
 from worker.model.logits_processors import CheckpointProcessors, NoRepeatedNgrams
-from worker.model.sampler import (
-    SamplingParams,
-    SamplingRow,
-    SamplingState,
-    TokenMask,
-)
+from worker.model.sampler import SamplingParams, SamplingRow, SamplingState, TokenMask
 
 VOCABULARY, EOS, MAX_TOKENS = 200, [3, 7], 6
 PROMPT, OUTPUT = [4, 9, 11, 4, 9, 12, 4], [9, 11, 30, 40, 9, 42]
@@ -190,14 +185,6 @@ def test_scores_that_are_not_numbers_stay_visible(fields: dict[str, Any]) -> Non
     broken, other = sampler.sample(logits, rows).read()
     assert broken.token == -1
     assert other.token >= 0
-
-
-def test_rows_without_fields_of_the_checkpoint_keep_nothing() -> None:
-    params = params_of(untyped(do_sample=True, temperature=0.7, top_p=0.9, typical_p=1.0), PROMPT)
-    assert (params.processors, params.warpers) == ((), ())
-    state = SamplingState(params, 0, PROMPT)
-    assert not state.has_processors
-    assert not len(state.prompt_ids)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 9])

@@ -15,7 +15,7 @@ from worker.engines.generation.output import PreparedPrompt, SequenceOutput, cre
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams
-from worker.text.detokenizer import TextSpan, TokenSpan, Vocabulary
+from worker.text.detokenizer import Vocabulary
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
 from worker.text.parser import OutputParser
 
@@ -177,12 +177,6 @@ def test_a_text_that_ends_in_half_a_character_ends_before_it() -> None:
             assert {entry.logprob for entry in delta.logprobs} >= set(range(len(tokens)))
 
 
-def test_text_that_is_cut_off_has_no_log_probabilities() -> None:
-    tokens = tokens_of("Hello", random.Random(0)) + tokens_of("<tool_call>", random.Random(1))
-    delta = delta_of(output(len(tokens)), tokens)
-    assert "".join(entry.text for entry in delta.logprobs) == delta.text == "Hello"
-
-
 def test_log_probabilities_of_content_come_before_an_interruption() -> None:
     """White space after the content belongs to no part: its token is not waited for."""
     sequence, whole = output(10**6), Delta(0)
@@ -233,21 +227,6 @@ def test_stop_strings_in_white_space_before_a_delimiter(
     delta = delta_of(sequence, units, logprobs=False)
     assert (delta.text, delta.finish_reason, delta.stop_reason) == expected
     assert delta.tokens == len(re.findall(r"</?\w+>|.|\n", run))
-
-
-@pytest.mark.parametrize("counts", [(3,), (1, 1, 1, 9), (0, 4), (2, 0, 3), (40,)])
-def test_a_text_span_divides_into_parts_that_join_to_it(counts: tuple[int, ...]) -> None:
-    tokens = [(TokenLogprob(n, text, b"", 0.0),) for n, text in enumerate(("ab", "cde", "f"))]
-    rest = TextSpan("abcdef", [TokenSpan(group[0].text, group) for group in tokens])
-    parts = [rest.take(count) for count in counts]
-    assert "".join(part.text for part in [*parts, rest]) == "abcdef"
-    for part in [*parts, rest]:
-        assert "".join(span.text for span in part.token_spans) == part.text
-    joined = TextSpan("")
-    for part in [*parts, rest]:
-        joined.append(part)
-    ends = [span.tokens for span in joined.token_spans if span.ends_token]
-    assert ends == tokens
 
 
 @pytest.mark.parametrize("parallel", [True, False])

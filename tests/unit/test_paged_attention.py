@@ -13,11 +13,8 @@ from batching.sequence import Batch, Span
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import (
-    MAX_REACH_EXCESS,
-    MAX_REACH_RATIO,
     AttentionBackend,
     AttentionMetadata,
-    SpanGroup,
     attend,
     forward_context,
 )
@@ -211,67 +208,18 @@ def check(
     )
 
 
-def rows_of(group: SpanGroup, tokens: int) -> list[int]:
-    rows = torch.arange(tokens) if group.rows is None else group.rows
-    assert (group.target_rows is None) == (group.rows is None)
-    unpadded: list[int] = rows[slice(None) if group.unpadded is None else group.unpadded].tolist()
-    assert group.target_rows is None or group.target_rows.tolist() == unpadded
-    return unpadded
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (8, 0), (300, 0), (0, 24)])
-def test_groups_contain_each_row_once_with_little_padding(
-    kind: str, window: int, chunk: int
-) -> None:
-    chance = random.Random(kind)
-    for _ in range(20):
-        mix = mixes(chance, kind)
-        metadata = metadata_of(mix)
-        tokens = sum(width for _, width in mix)
-        for needs_mask in (False, True):
-            groups = metadata.groups(window, chunk, needs_mask)
-            assert sorted(r for group in groups for r in rows_of(group, tokens)) == list(
-                range(tokens)
-            )
-            for group in groups:
-                spans, width = group.shape
-                assert width <= BLOCK or spans * width <= MAX_REACH_RATIO * len(
-                    rows_of(group, tokens)
-                )
-                if needs_mask:
-                    assert group.ranges is not None
-                if group.ranges is not None:
-                    first, last = group.ranges
-                    visible = last.max(1) + 1 - first.min(1)  # keys of each span
-                    shortest = float(visible.min())
-                    limit = max(shortest * MAX_REACH_RATIO, shortest + MAX_REACH_EXCESS)
-                    keys = spans * width if group.blocks is None else len(group.blocks) * BLOCK
-                    assert keys / spans <= limit + 2 * BLOCK
-
-
-def test_decodes_of_similar_length_share_a_call() -> None:
-    metadata = metadata_of([(n, 1) for n in range(40, 72)])
-    [group] = metadata.groups(0, 0, False)
-    assert group.shape == (32, 1)
-    assert group.rows is None
-    assert group.unpadded is None
-
-
-def test_new_prompts_of_one_length_need_no_mask_and_no_gathering() -> None:
-    metadata = metadata_of([(0, 20)] * 3)
-    [group] = metadata.groups(0, 0, False)
+def test_spans_are_grouped_with_few_masks_and_only_blocks_within_reach() -> None:
+    [decodes] = metadata_of([(n, 1) for n in range(40, 72)]).groups(0, 0, False)
+    assert (decodes.shape, decodes.rows, decodes.unpadded) == ((32, 1), None, None)
+    prompts = metadata_of([(0, 20)] * 3)
+    [group] = prompts.groups(0, 0, False)
     assert (group.blocks, group.ranges, group.rows) == (None, None, None)
-    [windowed] = metadata.groups(8, 0, False)
+    [windowed] = prompts.groups(8, 0, False)
     assert windowed.blocks is None
     assert windowed.ranges is not None
-
-
-def test_a_window_reads_only_the_blocks_within_it() -> None:
-    metadata = metadata_of([(1500, 1), (1410, 1)])
-    [group] = metadata.groups(8, 0, False)
-    assert group.blocks is not None
-    assert len(group.blocks) == 2 * 2
+    [within] = metadata_of([(1500, 1), (1410, 1)]).groups(8, 0, False)
+    assert within.blocks is not None
+    assert len(within.blocks) == 2 * 2
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1000, 0.0), (0, 1.5)])

@@ -11,27 +11,20 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import regex
 from transformers.utils.chat_parsing import parse_response
 
-from tests.call_formats import NAMES, call_format_of, output_format_of
+from tests.call_formats import NAMES, call_text, output_format_of
 from tests.matrix import matrix
 from worker.messages.deltas import TokenLogprob
 from worker.text.detokenizer import TextSpan, TokenSpan
 from worker.text.output_format import (
-    CONTENT,
     DEFAULT_OUTPUT_FORMAT,
-    Delimiter,
     OutputFormat,
     declared_output_format,
     inferred_output_format,
-    is_literal,
 )
-from worker.text.parser import OutputEvent, OutputParser, first_chars
-from worker.text.tool_call_format import (
-    DEFAULT_TOOL_CALL_FORMAT,
-    ID,
-)
+from worker.text.parser import OutputEvent, OutputParser
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 WEATHER = {
     "type": "function",
@@ -105,28 +98,33 @@ def texts(events: list[OutputEvent]) -> list[str]:
     return [event.span.text for event in events]
 
 
+def get(**arguments: Any) -> tuple[str, Any]:
+    return "get", arguments
+
+
+PUT = ("put", {})
 TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "coder",
         "<think>x</think>so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
         "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
-        ("so", "x", [("get", {"n": 7, "s": "7\nx"})]),
+        ("so", "x", [get(n=7, s="7\nx")]),
     ),
     (  # the first delimiter is missing
         "coder",
         "So\n<function=get>\n<parameter=n>1</parameter></function>\n</tool_call>",
-        ("So", "", [("get", {"n": 1})]),
+        ("So", "", [get(n=1)]),
     ),
     (
         "pairs",
         "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
         "<tool_call>put</tool_call> so",
-        ("so", "", [("get", {"s": "1"}), ("put", {})]),
+        ("so", "", [get(s="1"), PUT]),
     ),
     (
         "typed",
         'a<|tool_call>call:get{s:<|"|>x "y", z:<|"|>,n:2,o:{a:[true,<|"|>b<|"|>]}}<tool_call|>',
-        ("a", "", [("get", {"s": 'x "y", z:', "n": 2, "o": {"a": [True, "b"]}})]),
+        ("a", "", [get(s='x "y", z:', n=2, o={"a": [True, "b"]})]),
     ),
     (  # keys that are no identifiers
         "typed",
@@ -137,7 +135,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (  # a number that JSON cannot write
         "pairs",
         "<tool_call>get<arg_key>f</arg_key><arg_value>1e999</arg_value></tool_call>",
-        ("", "", [("get", {"f": "1e999"})]),
+        ("", "", [get(f="1e999")]),
     ),
     (
         "python",
@@ -148,7 +146,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
             [("get", {"s": "it's", "n": -1500.0, "from": [None, {"a": True}]}), ("a.b", {})],
         ),
     ),
-    ("bare python", '[get(s="b")]', ("", "", [("get", {"s": "b"})])),
+    ("bare python", '[get(s="b")]', ("", "", [get(s="b")])),
     ("bare python", "[see(this)] or not", ("[see(this)] or not", "", [])),
     ("bare python", '[get("b")]', ('[get("b")]', "", [])),
     ("bare python", '[get("b")] or\nnot', ('[get("b")] or\nnot', "", [])),
@@ -157,58 +155,46 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "bare python",
         "[get(s=']\\'[', n=[1])]\n So [it] is.",
-        ("So [it] is.", "", [("get", {"s": "]'[", "n": [1]})]),
+        ("So [it] is.", "", [get(s="]'[", n=[1])]),
     ),
-    ("bare python", "[get(n=1)]\n[get(n=2)]", ("", "", [("get", {"n": 1}), ("get", {"n": 2})])),
+    ("bare python", "[get(n=1)]\n[get(n=2)]", ("", "", [get(n=1), get(n=2)])),
     (
         "args",
         '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"n": 1}[TOOL_CALLS]put[CALL_ID]b[ARGS]{}',
-        ("", "", [("get", {"n": 1}), ("put", {})]),
+        ("", "", [get(n=1), PUT]),
     ),
     (
         "list",
         'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}, "id": "a"},\n {"name": "put", '
         '"parameters": {}}]',
-        ("Well.", "", [("get", {"n": 1}), ("put", {})]),
+        ("Well.", "", [get(n=1), PUT]),
     ),
-    (
-        "key",
-        '<|prefix|>[{"get": {"n": 1}}, {"put": {}}]<|suffix|>',
-        ("", "", [("get", {"n": 1}), ("put", {})]),
-    ),
-    ("llama", '{"name": "get", "parameters": {"s": "b"}}', ("", "", [("get", {"s": "b"})])),
-    (
-        "llama",
-        '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}',
-        ("", "", [("get", {"s": "b"})]),
-    ),
+    ("key", '<|prefix|>[{"get": {"n": 1}}, {"put": {}}]<|suffix|>', ("", "", [get(n=1), PUT])),
+    ("llama", '{"name": "get", "parameters": {"s": "b"}}', ("", "", [get(s="b")])),
+    ("llama", '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}', ("", "", [get(s="b")])),
     (
         "section",
         '<calls><call>functions.get:0<args>{"n": 1}</call>'
         "<call>functions.put:1<args>{}</call></calls>",
-        ("", "", [("get", {"n": 1}), ("put", {})]),
+        ("", "", [get(n=1), PUT]),
     ),
     (  # no arguments at all
         "section",
         "<calls><call>functions.get:0<args></call></calls>",
-        ("", "", [("get", {})]),
+        ("", "", [get()]),
     ),
     (
         "list",
         '[TOOL_CALLS] [{"name": "get"}, {"name": "put", "arguments": {}}]',
-        ("", "", [("get", {}), ("put", {})]),
+        ("", "", [get(), PUT]),
     ),
     (
         "channels",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.get <|constrain|>json<|message|>{"n": 1}<|call|>',
-        ("", "Hm.", [("get", {"n": 1})]),
+        ("", "Hm.", [get(n=1)]),
     ),
-    (
-        "channels",
-        " to=functions.get<|channel|>commentary json<|message|>{}",
-        ("", "", [("get", {})]),
-    ),
+    ("channels", " to=functions.get<|channel|>commentary json<|message|>{}", ("", "", [get()])),
     (
         "channels",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>to=me",
@@ -217,18 +203,14 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (  # a tool's name alone; other recipients are ignored
         "channels",
         '<|channel|>commentary to=get <|constrain|>json<|message|>{"n": 1}<|call|>',
-        ("", "", [("get", {"n": 1})]),
+        ("", "", [get(n=1)]),
     ),
-    ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [("get", {})])),
-    (
-        "channels",
-        "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
-        ("", "", []),
-    ),
+    ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [get()])),
+    ("channels", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", ("", "", [])),
     (  # a delimiter in a string ends no call
         "section",
         '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',
-        ("", "", [("get", {"s": 'a</call>" b'})]),
+        ("", "", [get(s='a</call>" b')]),
     ),
     (
         "coder",
@@ -241,11 +223,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<think>a <calls><call>functions.get:0<args>{}</call></calls> b</think>c",
         ("c", "a <calls><call>functions.get:0<args>{}</call></calls> b", []),
     ),
-    (
-        "section",
-        "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
-        ("", "a", [("get", {})]),
-    ),
+    ("section", "<think>a <calls><call>functions.get:0<args>{}</call></calls>", ("", "a", [get()])),
     # A delimiter within a line of content is a mention.
     (
         "coder",
@@ -257,7 +235,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "coder",
         "So <tool_call>\n<function=get></function></tool_call><think>x</think> y",
-        ("So  y", "x", [("get", {})]),
+        ("So  y", "x", [get()]),
     ),
     # An invalid call returns to the reasoning.
     *(
@@ -387,10 +365,7 @@ def test_undelimited_json_is_content_up_to_the_name_of_a_tool() -> None:
 @pytest.mark.parametrize("name", [*NAMES, "channels"])
 def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -> None:
     output_format = output_format_of(name)
-    assert output_format.tool_calls is not None
-    arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
-    arguments = "" if output_format.tool_calls.arguments.open else arguments
-    text = output_format.tool_calls.render([(tool, arguments)]).replace(ID, "a1")
+    text = call_text(name, {"n": 1}, tool)
     tools = [{"type": "function", "function": {"name": tool}}]
     for cuts in ([], list(range(1, len(text)))):
         result = read(output_format, text, cuts, tools=tools)
@@ -409,90 +384,64 @@ def test_unopened_reasoning_is_reported_where_it_closes() -> None:
         assert [event.kind for event in feed(parser, text) + parser.finish()] == kinds
 
 
-# Fields of response templates, and outputs.
-CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# Fields of the tool calls of response templates, and outputs.
 TEMPLATES: list[tuple[dict[str, Any], str]] = [
     (
         {
-            "reasoning_content": THINK,
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>",
-                "close": "</tool_call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "transform": {"type": "function", "function": "{content}"},
         },
         WHOLE,
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
-                "close_pattern": r"</function>\s{0,8}</tool_call>",
-                "repeats": True,
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-                },
-                "transform": CAPTURED,
-            }
+            "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
+            "close_pattern": r"</function>\s{0,8}</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
         },
         "so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
         "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})\[ARGS\]",
-                "close_pattern": r"(?=\[TOOL_CALLS\])",
-                "repeats": True,
-                "content": "json",
-                "transform": CAPTURED,
-            }
+            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
         },
         '[TOOL_CALLS]get[ARGS]{"n": 1}[TOOL_CALLS]put[ARGS]{}',
     ),
     (
         {
-            "tool_calls": {
-                "open": "[TOOL_CALLS]",
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{name}", "arguments": "{arguments}"},
-                },
-                "transform_each": True,
-            }
+            "open": "[TOOL_CALLS]",
+            "repeats": False,
+            "transform": function("{name}", "{arguments}"),
+            "transform_each": True,
         },
         'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}}, '
         '{"name": "put", "arguments": {}}]',
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
-                "close": "<tool_call|>",
-                "repeats": True,
-                "content": "json",
-                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-                "transform": CAPTURED,
-            }
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
+            "close": "<tool_call|>",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
         },
         '<|tool_call>call:get{s:<|"|>x "y"<|"|>,n:2}<tool_call|>',
     ),
     (
         {
-            "tool_calls": {
-                "open_pattern": r'(?=\{"name": ?")',
-                "repeats": True,
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-                },
-            }
+            "open_pattern": r'(?=\{"name": ?")',
+            "transform": function("{content.name}", "{content.parameters}"),
         },
         '{"name": "get", "parameters": {"s": "b"}}',
     ),
@@ -503,11 +452,14 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
 def test_response_templates_are_parsed_as_by_transformers(
     fields: dict[str, Any], text: str
 ) -> None:
-    spec = {"start_anchor": "\n", "fields": {**fields, "content": {"content": "text"}}}
+    calls = {"repeats": True, "content": "json", "transform": function("{name}", "{content}")}
+    content = {"content": {"content": "text"}, "reasoning_content": THINK}
+    spec = {"start_anchor": "\n", "fields": {"tool_calls": calls | fields, **content}}
     theirs = parse_response(text, copy.deepcopy(spec), prefix="", tools=[WEATHER])
-    calls = theirs.get("tool_calls", [])
-    calls = [call for item in calls for call in (item if isinstance(item, list) else [item])]
-    expected = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    expected = []
+    for item in theirs.get("tool_calls", []):
+        called = [call["function"] for call in (item if isinstance(item, list) else [item])]
+        expected += [(call["name"], call["arguments"]) for call in called]
     for cuts in ([], list(range(len(text)))):
         ours = read(declared_output_format(spec), text, cuts)
         assert ours["content"].strip() == theirs.get("content", "")
@@ -524,17 +476,6 @@ def test_arguments_are_streamed() -> None:
     feed(parser, "}\n</tool_call>")
     assert [*phases, parser.phase] == ["call", "content"]
     assert (parser.calls_started, parser.calls_finished) == (1, 1)
-
-
-def test_text_in_which_no_delimiter_can_begin_is_not_searched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every token of every stream goes through the parser."""
-    parser = OutputParser(HERMES, "", True, [WEATHER])
-    monkeypatch.setattr(OutputParser, "_parse", None)
-    pieces = ["Hello", " there", ".\n", " More", " text "]
-    events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
-    assert [event.span.text for event in events] == ["Hello", " there", ".", "\n More", " text"]
 
 
 def test_content_is_emitted_as_soon_as_it_is_certain() -> None:
@@ -596,12 +537,8 @@ REFERRING = {
 
 def test_arguments_have_the_types_of_referenced_schemas() -> None:
     arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3", "odd": "4"}
-    shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
-    entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
-    result = read(
-        output_format_of("coder"), call_format_of("coder").render([("get", entries)]), tools=[tool]
-    )
+    result = read(output_format_of("coder"), call_text("coder", arguments), tools=[tool])
     assert [json.loads(text) for _, text in result["calls"]] == [arguments]
 
 
@@ -636,8 +573,8 @@ def test_unterminated_string_ends_with_its_call(
         ("bare python", "[get(n=1, s='a'", 1),
         ("hermes", '<tool_call>\n{"name": "get"', 11),
         ("coder", "<tool_call>\n<function=get>\n<parameter=n>\n7\n</p", 11),
-        ("coder", call_format_of("coder").render([("get", "")]), 11),
-        ("section", call_format_of("section").render([("get", '{"n": 1}')]), 7),
+        ("coder", call_text("coder", {}), 11),
+        ("section", call_text("section", {"n": 1}), 7),
     ],
 )
 def test_truncated_call_is_no_content(name: str, text: str, first: int) -> None:
@@ -666,12 +603,6 @@ def test_text_that_cannot_become_an_undelimited_call_is_shown(name: str, text: s
     for cuts in ([], list(range(len(text)))):
         assert read(output_format_of(name), text, cuts)["content"] == text
     assert read(output_format_of(name), text, calls=False)["content"] == text
-
-
-def test_truncated_call_keeps_its_partial_arguments() -> None:
-    parser = OutputParser(HERMES, "", True)
-    events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
-    assert [(event.name, event.span.text) for event in events] == [("w", ""), (None, '{"ci')]
 
 
 @pytest.mark.parametrize(
@@ -791,39 +722,3 @@ def parsed_by_pieces(output_format: Any, text: str) -> tuple[float, list[Any]]:
     seconds = time.thread_time() - started
     gc.enable()
     return seconds, events
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (r"\s*<tool_call>", False),
-        ("<tool_call>", True),
-        (r"<\|a\|>", True),
-        (r"a+", False),
-        (r"(?P<name>x)", False),
-        (r"\w", False),
-        (r"a\\", True),
-    ],
-)
-def test_a_literal_pattern_matches_one_text(pattern: str, expected: bool) -> None:
-    assert is_literal(pattern) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "chars"),
-    [
-        (r"<\|(?:im_end|end)\|>\s*", "<"),
-        (r"<[|]y", "<"),
-        (r"<?b", "<b"),
-        (r"｜<a|b", "｜b"),
-        (r"(?=\{)", "{"),
-        (r"(?:<a>\s*)?(?P<name>[xy]\w+)", "<xy"),
-        (r"[\w.:/-]{1,9}+\(", ""),
-        (r"[^<]", ""),
-        (r"a*", ""),
-        ("", ""),
-    ],
-)
-def test_first_characters_of_a_delimiter(pattern: str, chars: str) -> None:
-    delimiter = Delimiter(frozenset(), CONTENT, regex.compile(pattern))
-    assert first_chars(delimiter.pattern) == {*chars}

@@ -13,16 +13,18 @@ import pytest
 
 from batching.token_bucket import ParallelLimit, TokenBucket
 from server.apis.openai.batches.store import BatchStore
-from server.apis.openai.database import Database, DatabaseDown
+from server.apis.openai.database import DatabaseDown
 from server.app import create_app
 from server.core.settings import SettingsError, load_settings
 from tests.postgres import Postgres, kill, running_postgres
 from tests.serving import wait_until
 from tests.unit.test_batch_files import begun, claimed
 
+Open = Callable[[], Any]
+
 
 @pytest.fixture
-def opened(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+def opened(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Each call opens a database as another process."""
     from server.apis.openai import postgres as module
 
@@ -38,7 +40,7 @@ def opened(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         yield open_database
 
 
-def test_a_transaction_is_of_its_thread_and_as_a_whole(opened: Callable[[], Database]) -> None:
+def test_a_transaction_is_of_its_thread_and_as_a_whole(opened: Open) -> None:
     database = opened()
     database.execute("CREATE TABLE numbers (number BIGINT)")
     with suppress(KeyError), database.transaction():
@@ -51,7 +53,7 @@ def test_a_transaction_is_of_its_thread_and_as_a_whole(opened: Callable[[], Data
     assert database.execute("SELECT number FROM numbers") == []
 
 
-def test_a_process_is_alive_until_its_connection_ends(opened: Callable[[], Any]) -> None:
+def test_a_process_is_alive_until_its_connection_ends(opened: Open) -> None:
     one, other = opened(), opened()
     assert other.is_alive(one.process)
     assert one.count_processes() == 2
@@ -94,7 +96,7 @@ def test_an_outage_fails_queries_soon_and_ends_by_itself(monkeypatch: pytest.Mon
 
 
 def test_a_server_that_does_not_reply_fails_queries(
-    opened: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is paused: its own limit of a statement does not hold then."""
     from server.apis.openai import postgres as module
@@ -111,7 +113,7 @@ def test_a_server_that_does_not_reply_fails_queries(
 
 
 def test_a_batch_ends_while_the_lines_of_a_dead_process_are_released(
-    opened: Callable[[], Any], postgres: Postgres
+    opened: Open, postgres: Postgres
 ) -> None:
     """Both lock the batch first: else each would wait for the other."""
     stores = [BatchStore(opened(), 1_000_000, 1_000_000) for _ in range(3)]
@@ -129,7 +131,7 @@ def test_a_batch_ends_while_the_lines_of_a_dead_process_are_released(
     assert not one.has_lines(record)
 
 
-def test_a_process_claims_as_many_lines_as_it_asks_for(opened: Callable[[], Any]) -> None:
+def test_a_process_claims_as_many_lines_as_it_asks_for(opened: Open) -> None:
     """Also by the plan for a batch that is not in the statistics yet, which joins by a loop."""
     store = BatchStore(opened(), 1_000_000, 1_000_000)
     record = begun(store, 100)
@@ -160,7 +162,7 @@ def test_a_wrong_url_ends_the_start_without_its_password(postgres: Postgres) -> 
         start({"STORE": postgres.url(), "BATCH_DIR": "folder"})
 
 
-def test_processes_share_the_limits_of_keys(opened: Callable[[], Any]) -> None:
+def test_processes_share_the_limits_of_keys(opened: Open) -> None:
     from server.apis.openai.shared_limits import SharedLimits
 
     def bucket_of(process: int) -> TokenBucket:

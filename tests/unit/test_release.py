@@ -33,10 +33,9 @@ def load_script() -> ModuleType:
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a repository with one commit and without a tag."""
-    for variable in ("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"):
-        monkeypatch.setenv(variable, "somebody")
-    for variable in ("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"):
-        monkeypatch.setenv(variable, "somebody@example.org")
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "somebody")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "somebody@example.org")
     root = tmp_path / "checkout"
     (root / "server").mkdir(parents=True)
     (root / "server" / "__init__.py").write_text('__version__ = "0.1.0"\n')
@@ -99,10 +98,8 @@ def test_without_a_version_nothing_changes(checkout: Path, release: Release) -> 
     assert state(checkout) == "first\n M CHANGELOG.md\n"
 
 
-def test_a_failed_check_changes_nothing(
-    checkout: Path, release: Release, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "check", lambda wheel, folder: sys.exit("failed"))
+def test_a_failed_check_changes_nothing(checkout: Path, release: Release, script: Any) -> None:
+    script.check = lambda wheel, folder: sys.exit("failed")
     with pytest.raises(SystemExit, match="failed"):
         release("0.2.0")
     assert state(checkout) == "first\n"
@@ -110,10 +107,10 @@ def test_a_failed_check_changes_nothing(
 
 
 def test_an_edit_during_the_check_is_not_committed(
-    checkout: Path, release: Release, script: Any, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, release: Release, script: Any
 ) -> None:
     edit = partial((checkout / ".gitignore").write_text, "dist/\nother\n")
-    monkeypatch.setattr(script, "check", lambda wheel, folder: edit())
+    script.check = lambda wheel, folder: edit()
     release("0.2.0")
     assert state(checkout) == "release: set version 0.2.0\nfirst\n M .gitignore\nv0.2.0\n"
 

@@ -1,5 +1,6 @@
-"""Served models and their names: NAME=MODEL, MODEL_ALIASES, links to the hub."""
+"""Served models and their names: NAME=MODEL, lists, files, MODEL_ALIASES and the hub's cache."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +8,30 @@ import pytest
 
 from server.apis.openai.models import ModelGroup, NamedModel, add_aliases
 from server.app import create_app, loader_options
-from server.core.settings import Settings, SettingsError, load_settings, parse_model
-from server.entries import model_entries
+from server.cached_models import scan
+from server.core.settings import (
+    ModelReference,
+    Settings,
+    SettingsError,
+    load_settings,
+    parse_model,
+    parse_models,
+)
+from server.entries import entry_on_demand, model_entries
 from server.preflight import DEMO_MODELS, MODELS, assign_model, resolve_models
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import NO_TENSORS, write_checkpoint
 from tests.fake_generator import FakeGenerator
+from tests.hub import add_to_cache
+from worker.checkpoint_files import LFS_POINTER
 from worker.engines.embedding.loading import ScoringOptions
 from worker.engines.pipeline.loading import PipelineOptions
 from worker.engines.speech.loading import SpeechOptions
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import ModelOptions
 
-CHAT = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+CHAT: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MASKED = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
+TAGGER = {"architectures": ["BertForTokenClassification"], "model_type": "bert"}
 
 
 def served(**models: str) -> dict[str, str]:
@@ -57,11 +70,6 @@ def test_a_name_for_the_demo_models_asks_for_the_setting() -> None:
         assign_model("mine=demo", dict.fromkeys((*MODELS, "pipeline_task")))
 
 
-def test_a_task_without_a_model_is_refused() -> None:
-    with pytest.raises(SettingsError, match="PIPELINE_TASK=fill-mask: name a PIPELINE_MODEL"):
-        create_app(Settings(chat_model="demo", pipeline_task="fill-mask"))
-
-
 @pytest.mark.parametrize(
     ("setting", "name", "path"),
     [
@@ -80,6 +88,7 @@ def test_a_task_without_a_model_is_refused() -> None:
         ("http://huggingface.co/org/name/tree/main", "org/name", "org/name"),
         ("huggingface.co/org/name?library=transformers", "org/name", "org/name"),
         ("https://hf.co/gpt2/tree/main", "gpt2", "gpt2"),
+        ("https://huggingface.co/org/x/blob/main/q4/x.gguf", "org/x/q4/x.gguf", "org/x/q4/x.gguf"),
         ("me=https://huggingface.co/org/name", "me", "org/name"),
         ("org/name:x.gguf", "org/name/x.gguf", "org/name/x.gguf"),
         ("me=org/name:q4/x.gguf", "me", "org/name/q4/x.gguf"),
@@ -115,44 +124,73 @@ def test_requests_name_a_gguf_file_by_either_form(entry: str) -> None:
     assert {ModelGroup([model]).id_for(name) for name in names} == {names[0]}
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("https://huggingface.co/org/name/tree/other", "https://huggingface.co/OWNER/NAME"),
-        ("https://huggingface.co/datasets/org/name", "https://huggingface.co/OWNER/NAME"),
-        ("https://example.com/org/name", "https://huggingface.co/OWNER/NAME"),
-        ("name=", "is neither a folder nor a hub id"),
-        ("two words=org/name", "is neither a folder nor a hub id"),
-        ("name=/nowhere", "there is no such folder"),
-        ("name=none", "there is no model to name"),
-        ("name=auto", "there is no model to name"),
-    ],
-)
-def test_what_names_no_model_is_refused(model: str, message: str) -> None:
-    with pytest.raises(SettingsError, match=f"CHAT_MODEL='{model}': .*{message}"):
-        create_app(Settings(chat_model=model))
+LINK = "https://huggingface.co/OWNER/NAME"
+OF_SETTING = "is no option of this setting"
+REFUSED = [
+    ("PIPELINE_TASK", "fill-mask", "PIPELINE_TASK=fill-mask: name a PIPELINE_MODEL"),
+    *(
+        ("CHAT_MODEL", value, f"CHAT_MODEL={value!r}: {message}")
+        for value, message in (
+            ("name=", "is neither a folder nor a hub id"),
+            ("two words=org/name", "is neither a folder nor a hub id"),
+            ("org/x@", "is neither a folder nor a hub id"),
+            ("name=/nowhere", "there is no such folder"),
+            ("name=none", "there is no model to name"),
+            ("name=auto", "there is no model to name"),
+        )
+    ),
+    *(
+        ("CHAT_MODEL", f"https://{address}", LINK)
+        for address in (
+            "huggingface.co/org/name/tree/other",
+            "huggingface.co/datasets/org/name",
+            "example.com/org/name",
+        )
+    ),
+    ("CHAT_MODEL", "demo;colour=red", f"'colour' {OF_SETTING}, only dtype,"),
+    ("CHAT_MODEL", "demo;task=fill-mask", f"'task' {OF_SETTING}"),
+    ("EMBEDDING_MODEL", "demo;max_len=3", f"'max_len' {OF_SETTING}"),
+    ("EMBEDDING_MODEL", "demo;sampling_defaults={}", OF_SETTING),
+    ("CHAT_MODEL", "demo;dtype=int3", "dtype='int3' must be one of auto, float32"),
+    ("CHAT_MODEL", "demo;max_len=1", "max_len='1' must be at least 2"),
+    ("CHAT_MODEL", "demo;pin=maybe", "pin='maybe' must be 1 or 0"),
+    (
+        "CHAT_MODEL",
+        'demo;sampling_defaults={"top_k":1,"top_p":3}',
+        """sampling_defaults='{"top_k":1,"top_p":3}': top_p: expected float <= 1.0, not 3""",
+    ),
+    ("CHAT_MODEL", "a=demo,a=org/x", "the name 'a' is given twice"),
+    ("CHAT_MODEL", "demo,none", "CHAT_MODEL='none': there is no model to name"),
+    ("CHAT_MODEL", "demo,,x=demo", "an entry is empty: remove its comma"),
+    ("CHAT_MODEL", "demo,/nowhere@v1", "there is no such folder"),
+    ("CHAT_MODEL", "demo;dtype=float32;dtype=auto", "'dtype' is given twice"),
+    ("CHAT_MODEL", "demo;pin;pin=off", "'pin' is given twice"),
+    ("PIPELINE_MODEL", "demo,x=demo;task=summarize", "'x=demo;task=summarize': unknown task"),
+    ("PIPELINE_MODEL", "demo,x=demo;task=token-classification", "serves fill-mask only"),
+    ("MODEL_ALIASES", "gpt-4o", "MODEL_ALIASES='gpt-4o': must be ALIAS=NAME"),
+    ("MODEL_ALIASES", "a b=demo", "must be ALIAS=NAME"),
+    ("MODEL_ALIASES", "a=demo=b", "must be ALIAS=NAME"),
+    ("MODEL_ALIASES", "a=demo,a=demo-embedding", "'a' is given twice"),
+    ("MODEL_ALIASES", "demo=demo-embedding", "'demo' is a served model's own name"),
+    ("MODEL_ALIASES", "demo-embedding=demo", "'demo-embedding' is a served model's own name"),
+    ("MODEL_ALIASES", "a=gpt-5", "'a=gpt-5': no model is served by the name 'gpt-5', only 'demo'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_a_setting_that_names_no_model_is_refused_at_start(
+    name: str, value: str, message: str
+) -> None:
+    models = {"CHAT_MODEL": "demo"} if name == "PIPELINE_TASK" else {}
+    with pytest.raises(SettingsError) as refused:
+        create_app(load_settings({name: value, **models}))
+    assert str(refused.value).startswith(name)
+    assert message in str(refused.value)
 
 
 def create(aliases: str, **models: str) -> None:
     read = load_settings({"MODEL_ALIASES": aliases, **{k.upper(): v for k, v in models.items()}})
     create_app(read)
-
-
-@pytest.mark.parametrize(
-    ("aliases", "message"),
-    [
-        ("gpt-4o", "MODEL_ALIASES='gpt-4o': must be ALIAS=NAME"),
-        ("a b=demo", "must be ALIAS=NAME"),
-        ("a=demo=b", "must be ALIAS=NAME"),
-        ("a=demo,a=demo-embedding", "'a' is given twice"),
-        ("demo=demo-embedding", "'demo' is a served model's own name"),
-        ("demo-embedding=demo", "'demo-embedding' is a served model's own name"),
-        ("a=gpt-5", "MODEL_ALIASES='a=gpt-5': no model is served by the name 'gpt-5', only 'demo'"),
-    ],
-)
-def test_an_alias_that_cannot_be_used_is_refused(aliases: str, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        create(aliases)
 
 
 def test_the_first_pattern_of_a_name_chooses_the_model() -> None:
@@ -175,12 +213,6 @@ def test_an_alias_is_for_a_served_name(tmp_path: Path) -> None:
             create(aliases, chat_model=setting)
 
 
-def test_names_and_loaders_of_every_kind_agree() -> None:
-    settings: dict[str, Any] = dict.fromkeys(MODELS, "demo") | {"rerank_model": "none"}
-    app = create_app(Settings(**settings))
-    assert len(app.worker_client.models) == len(MODELS) - 1
-
-
 @pytest.mark.parametrize(
     ("setting", "kind", "given"),
     [
@@ -200,3 +232,225 @@ def test_a_local_model_is_loaded_under_a_name_without_its_folders(
     [entry] = [e for e in model_entries(settings, ()) if e.reference.path == str(folder)]
     options = loader_options(kind, entry, **given)
     assert (options.name, options.model) == ("model", str(folder))
+
+
+# ── several models in one setting ──
+
+
+def test_entries_have_names_revisions_and_options() -> None:
+    value = "a=org/x@v1;dtype=float32;max_len=64;pin, org/y@v2,demo;quantization=int8;pin=off"
+    first, second, third = parse_models("chat_model", value)
+    assert (first.name, first.path, first.pin) == ("a", "org/x@v1", True)
+    assert dict(first.options) == {"dtype": "float32", "max_model_len": 64}
+    assert (second.name, second.path, second.options) == ("org/y@v2", "org/y@v2", ())
+    assert (third.name, third.pin, dict(third.options)) == ("demo", False, {"quantization": "int8"})
+
+
+def test_none_and_auto_have_no_entries() -> None:
+    assert parse_models("chat_model", "none") == parse_models("chat_model", "auto") == ()
+
+
+def test_an_option_may_be_json(tmp_path: Path) -> None:
+    defaults = '{"temperature": 0.7, "top_p": 0.95}'
+    value = f"org/x;sampling_defaults={defaults};pin,x=demo;sampling_defaults={{}},demo"
+    first, second, third = parse_models("chat_model", value)
+    assert (first.path, first.pin) == ("org/x", True)
+    assert dict(first.options) == {"sampling_defaults": defaults}
+    assert dict(second.options) == {"sampling_defaults": "{}"}
+    assert third.options == ()
+    file = write(
+        tmp_path / "models.toml",
+        """
+        [[chat_model]]
+        model = "demo"
+        sampling_defaults = {temperature = 0.7, top_p = 0.95}
+        [[chat_model]]
+        name = "x"
+        model = "demo"
+        sampling_defaults = '{"top_k": 3}'
+        """,
+    )
+    entries = entries_of(
+        chat_model=load_settings({"MODELS": file}).chat_model, sampling_defaults="{}"
+    )
+    texts = [entry.settings.sampling_defaults for entry in entries.values()]
+    assert texts == [defaults, '{"top_k": 3}']
+
+
+def test_names_of_different_kinds_that_collide_are_refused() -> None:
+    with pytest.raises(SettingsError, match="two models are served by the name 'demo-embedding'"):
+        create_app(Settings(chat_model="demo,demo-embedding=demo", embedding_model="demo"))
+
+
+def entries_of(**settings: Any) -> dict[str, Any]:
+    app = create_app(Settings(**settings))
+    entries = {entry.name: entry for entry in model_entries(app.settings, ())}
+    assert [*app.worker_client.models] == [
+        name for name, entry in entries.items() if entry.served_by == name
+    ]
+    return entries
+
+
+def test_each_model_has_its_own_settings(tmp_path: Path) -> None:
+    chat = write_checkpoint(tmp_path / "chat", CHAT)
+    entries = entries_of(
+        chat_model=f"{chat},b={chat};dtype=float32;max_len=99",
+        embedding_model="demo",
+        kv_cache_gb=3.0,
+        max_running=7,
+    )
+    assert [*entries] == ["generation", "generation:b", "embedding"]
+    first, second = entries["generation"].settings, entries["generation:b"].settings
+    assert (first.dtype, first.max_model_len) == ("auto", None)
+    assert (second.dtype, second.max_model_len) == ("float32", 99)
+    for settings in (first, second):  # shared by the chat models
+        assert (settings.kv_cache_gb, settings.max_running) == (1.5, 3)
+
+
+def test_each_pipeline_has_its_own_task(tmp_path: Path) -> None:
+    masked = write_checkpoint(tmp_path / "masked", MASKED)
+    tagger = write_checkpoint(tmp_path / "tagger", TAGGER)
+    entries = entries_of(pipeline_model=f"{masked},{tagger},x={tagger};task=ner")
+    tasks = [entry.settings.pipeline_task for entry in entries.values()]
+    assert tasks == ["fill-mask", "token-classification", "token-classification"]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_has_the_lists(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "models.toml",
+        """
+        embedding_model = "demo"
+        pipeline_model = ["a=org/x;task=fill-mask", "org/y"]
+        [[chat_model]]
+        model = "org/chat"
+        name = "small"
+        revision = "v2"
+        dtype = "bfloat16"
+        max_len = 2048
+        pin = true
+        [[chat_model]]
+        model = "demo"
+        """,
+    )
+    settings = load_settings({"MODELS": file, "RERANK_MODEL": "org/z"})
+    assert {name: getattr(settings, name) for name in MODELS} == {
+        "pipeline_model": "a=org/x;task=fill-mask,org/y",
+        "chat_model": "small=org/chat@v2;dtype=bfloat16;max_len=2048;pin=on,demo",
+        "embedding_model": "demo",
+        "rerank_model": "org/z",
+        "transcription_model": "none",
+    }
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.toml", '\ufeffchat_model = "org/chat"')
+    assert load_settings({"MODELS": file}).chat_model == "org/chat"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chat_model = [", "MODELS="),
+        ('chat = "demo"', "'chat' is no list of models, only pipeline_model"),
+        ("chat_model = [3]", "chat_model[0]: must be a string, or a table with a model"),
+        ('[[chat_model]]\nname = "a"', "chat_model[0]: must be a string, or a table with a model"),
+        ('[[chat_model]]\nmodel = "a,b"', "model must have no comma or semicolon, not 'a,b'"),
+        ('embedding_model = "demo"', "EMBEDDING_MODEL is set, and in MODELS="),
+        ("chat_model = " + "[" * 9999, "MODELS="),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path / "models.toml", text)
+    with pytest.raises(SettingsError) as raised:
+        load_settings({"MODELS": file, "EMBEDDING_MODEL": "demo"})
+    assert message in str(raised.value)
+    with pytest.raises(SettingsError, match=r"MODELS='/nowhere/models\.toml'"):
+        load_settings({"MODELS": "/nowhere/models.toml"})
+
+
+# ── the scan of the hub cache that MODELS_FROM_CACHE=1 makes ──
+
+
+def files(**config: Any) -> dict[str, bytes]:
+    text = json.dumps(CHAT | config).encode()
+    return {"config.json": text, "model.safetensors": NO_TENSORS}
+
+
+def names(cache: Path, seen: dict[str, int] | None = None) -> list[str]:
+    kinds = {"generation", "embedding"}
+    return [name for name, _ in scan(cache, kinds, {} if seen is None else seen)]
+
+
+def test_complete_checkpoints_are_found_by_name(tmp_path: Path) -> None:
+    folder = add_to_cache(tmp_path, "org/chat", files())
+    add_to_cache(tmp_path, "org/chat", files(), ref="v1")
+    embedder = files() | {"modules.json": b'[{"type": "sentence_transformers.models.Pooling"}]'}
+    add_to_cache(tmp_path, "embedder", embedder)
+    quantized = add_to_cache(tmp_path, "org/q", {"x.gguf": b"GGUF", "y.gguf": LFS_POINTER})
+    found = dict(scan(tmp_path, {"generation", "embedding"}, {}))
+    assert found.pop("org/chat") == ("generation", folder)
+    assert found.pop("org/q/x.gguf") == ("generation", quantized / "x.gguf")
+    assert found.pop("embedder")[0] == "embedding"
+    assert [*found] == ["org/chat@v1"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"config.json": b"{}"},  # no weights yet
+        {"model.safetensors": NO_TENSORS},
+        files() | {"config.json": b"[" * 100_000},
+        files() | {"modules.json": b"[1]"},
+        files() | {"model.safetensors": (9).to_bytes(8, "little")},
+        files(architectures=["ViTForImageClassification"]),  # its endpoint names no models so
+    ],
+)
+def test_other_repositories_are_left_out(tmp_path: Path, content: dict[str, bytes]) -> None:
+    add_to_cache(tmp_path, "org/x", content)
+    add_to_cache(tmp_path, "org/y", files())
+    assert names(tmp_path) == ["org/y"]
+
+
+def test_what_is_no_repository_is_left_out(tmp_path: Path) -> None:
+    assert names(tmp_path / "missing") == []
+    add_to_cache(tmp_path, "org/x y", files())
+    snapshot = add_to_cache(tmp_path, "org/x", files())
+    (tmp_path / "models--org--x" / "refs" / "main").write_text(f"../snapshots/{snapshot.name}")
+    (tmp_path / "models--org--x" / "refs" / "pr").mkdir()
+    add_to_cache(tmp_path, "org/data", files())
+    (tmp_path / "models--org--data").rename(tmp_path / "datasets--org--data")
+    (tmp_path / "models--file").touch()
+    assert names(tmp_path) == []
+
+
+def test_files_are_read_again_only_when_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = add_to_cache(tmp_path, "org/x", {"config.json": json.dumps(CHAT).encode()})
+    seen: dict[str, int] = {}
+    assert names(tmp_path, seen) == []
+    with monkeypatch.context() as patch:
+        patch.setattr("server.cached_models.folder_problem", lambda _: pytest.fail("read again"))
+        assert names(tmp_path, seen) == []
+    (snapshot / "model.safetensors").write_bytes(NO_TENSORS)
+    assert names(tmp_path, seen) == ["org/x"]
+
+
+def test_a_cached_model_has_the_settings_and_a_configured_models_share() -> None:
+    models = "demo;dtype=float32;max_len=40,x=demo"
+    settings = Settings(
+        chat_model=models, chat_template="x", decision_config="y", kv_cache_gb=4, reasoning="on"
+    )
+    entries = model_entries(settings, ())
+    reference = ModelReference("org/x", "org/x", "/cache/x", is_named=True)
+    entry = entry_on_demand("generation", reference, settings, entries)
+    assert (entry.name, entry.served_by, entry.generates) == (*["generation:org/x"] * 2, True)
+    own = entry.settings
+    assert (own.dtype, own.max_model_len, own.chat_template) == ("auto", None, "auto")
+    assert own.decision_config == "auto"
+    assert (own.kv_cache_gb, own.max_running, own.reasoning) == (2, 128, "on")

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,30 @@ def trained(token_s: float, chance: random.Random, steps: int = 60) -> PrefillBu
     return prefill
 
 
-def test_without_streams_a_slow_model_takes_more_but_not_the_maximum() -> None:
-    prefill = trained(0.005, random.Random(0))
-    tokens = prefill.prompt_tokens(streaming=False)
-    assert prefill.prompt_tokens(streaming=True) < tokens < MIN_PREFILL_TOKENS_ALONE["cpu"]
-    assert tokens * 0.005 == pytest.approx(MAX_TURN_ALONE_S, rel=0.3)
+def within(seconds: float, token_s: float) -> Any:
+    return pytest.approx(seconds / token_s, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("token_s", "streaming", "tokens"),
+    [
+        (1.0, True, MIN_PREFILL_TOKENS),
+        *((token_s, True, within(MAX_PREFILL_S["cpu"], token_s)) for token_s in (0.001, 0.006)),
+        (0.005, False, within(MAX_TURN_ALONE_S, 0.005)),
+        # more tokens than run efficiently would delay a request that arrives
+        (0.0002, True, MIN_PREFILL_TOKENS_ALONE["cpu"]),
+        (0.0002, False, MIN_PREFILL_TOKENS_ALONE["cpu"]),
+        # a fast model takes what fits into the time
+        (0.00004, True, within(MAX_LARGE_PREFILL_S, 0.00004)),
+        (0.00004, False, within(MAX_LARGE_PREFILL_S, 0.00004)),
+        (1e-6, True, MAX_PREFILL_TOKENS["cpu"]),
+    ],
+)
+def test_prompts_of_a_step_take_a_limited_time(
+    token_s: float, streaming: bool, tokens: Any
+) -> None:
+    for seed in range(3):
+        assert trained(token_s, random.Random(seed)).prompt_tokens(streaming) == tokens
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -45,21 +65,6 @@ def test_prompts_advance_however_slow_a_step_was(streaming: bool) -> None:
     prefill = PrefillBudget("cpu")
     prefill.times.learn(20, 0, 60.0)
     assert prefill.prompt_tokens(streaming, spent_s=1.0) == MIN_PREFILL_TOKENS
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_fast_model_takes_what_fits_into_the_time(streaming: bool) -> None:
-    tokens = trained(0.00004, random.Random(0)).prompt_tokens(streaming)
-    assert MIN_PREFILL_TOKENS_ALONE["cpu"] < tokens < MAX_PREFILL_TOKENS["cpu"]
-    assert tokens * 0.00004 == pytest.approx(MAX_LARGE_PREFILL_S, rel=0.3)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_more_tokens_than_run_efficiently_do_not_delay_a_request_that_arrives(
-    streaming: bool,
-) -> None:
-    tokens = trained(0.0002, random.Random(0)).prompt_tokens(streaming)
-    assert tokens == MIN_PREFILL_TOKENS_ALONE["cpu"]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -99,13 +104,6 @@ def test_chunks_that_take_longer_with_each_one_stay_within_the_time() -> None:
     assert max(times_s[2:]) < 2 * MAX_PREFILL_S["cpu"]
 
 
-@pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])
-@pytest.mark.parametrize("seed", range(5))
-def test_prompts_make_a_step_longer_by_the_allowed_time(token_s: float, seed: int) -> None:
-    tokens = trained(token_s, random.Random(seed)).prompt_tokens(streaming=True)
-    assert 0.7 < tokens * token_s / MAX_PREFILL_S["cpu"] < 1.2
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_step_beside_streams_is_longer_by_the_time_of_its_device(device: str) -> None:
     """On a GPU streams pause for a shorter time: its steps are shorter."""
@@ -125,13 +123,6 @@ def test_a_step_beside_other_models_takes_a_turn(whole_prompts: bool) -> None:
     for streaming in (True, False):  # and alone as long as ever
         alone = prefill.prompt_tokens(streaming, max_turn_s=MAX_TURN_ALONE_S)
         assert alone == prefill.prompt_tokens(streaming)
-
-
-@pytest.mark.parametrize(
-    ("token_s", "tokens"), [(1.0, MIN_PREFILL_TOKENS), (1e-6, MAX_PREFILL_TOKENS["cpu"])]
-)
-def test_the_budget_has_a_minimum_and_a_maximum(token_s: float, tokens: int) -> None:
-    assert trained(token_s, random.Random(0)).prompt_tokens(streaming=True) == tokens
 
 
 def test_the_tokens_that_double_a_step_are_measured() -> None:
@@ -226,16 +217,38 @@ def learned(*batches: tuple[int, float]) -> StepTimes:
     return times
 
 
-def fitting(times: StepTimes, sizes: list[int]) -> int:
-    return times.fitting(sizes, MAX_TURN_S)
+ONE = (1000, MAX_TURN_S)  # tokens that take a turn
 
 
-def test_as_many_rows_fit_as_run_within_a_turn() -> None:
-    times = learned((1000, MAX_TURN_S))
-    assert fitting(times, [250] * 8) == 4
-    assert fitting(times, [900, 200, 50]) == 1
-    assert fitting(times, [100, 100]) == 2
-    assert times.fitting([250] * 80, math.inf) == 80
+@pytest.mark.parametrize(
+    ("batches", "sizes", "fewest", "most"),
+    [
+        ([ONE], [250] * 8, 4, 4),
+        ([ONE], [900, 200, 50], 1, 1),
+        ([ONE], [100, 100], 2, 2),
+        # a row that takes longer runs alone
+        ([ONE], [5000, 10], 1, 1),
+        ([ONE], [10, 5000], 1, 1),
+        # before a batch was measured
+        ([], [100] * 3, 3, 3),
+        # most of a small batch is its constant time
+        ([ONE, *[(10, MAX_TURN_S / 10)] * 50], [100] * 20, 9, 10),
+        # a small first batch is corrected by the next
+        ([(3, MAX_TURN_S), *[(250, MAX_TURN_S / 5)] * 12], [250] * 8, 3, 5),
+        # the machine is slower now
+        ([ONE, *[(1000, 4 * MAX_TURN_S)] * 30], [125] * 8, 1, 2),
+        ([ONE, *[(250, MAX_TURN_S)] * 30], [125] * 8, 1, 2),
+    ],
+)
+def test_as_many_rows_fit_as_run_within_a_turn(
+    batches: list[tuple[int, float]], sizes: list[int], fewest: int, most: int
+) -> None:
+    assert fewest <= learned(*batches).fitting(sizes, MAX_TURN_S) <= most
+
+
+def test_rows_fit_by_the_length_of_a_turn_and_the_number_of_its_layers() -> None:
+    assert learned(ONE).fitting([250] * 80, math.inf) == 80
+    assert learned(ONE).fitting([250] * 80, MAX_TURN_S, 12) == 48  # each layer may take a turn
 
 
 def test_without_other_models_a_request_that_arrives_waits_for_a_short_batch() -> None:
@@ -245,42 +258,10 @@ def test_without_other_models_a_request_that_arrives_waits_for_a_short_batch() -
     assert 0.9 * MAX_TURN_ALONE_S - 330 * 0.0002 < 330 * 0.0002 * rows <= MAX_TURN_ALONE_S < 0.5
 
 
-def test_each_layer_may_take_a_turn() -> None:
-    times = learned((1000, MAX_TURN_S))
-    assert times.fitting([250] * 80, MAX_TURN_S, 12) == 48
-
-
-def test_a_row_that_takes_longer_runs_alone() -> None:
-    times = learned((1000, MAX_TURN_S))
-    assert fitting(times, [5000, 10]) == 1
-    assert fitting(times, [10, 5000]) == 1
-
-
-def test_all_rows_fit_before_a_batch_was_measured() -> None:
-    assert fitting(StepTimes(), [100] * 3) == 3
-
-
 def test_an_efficient_batch_is_cut_only_beside_other_models() -> None:
     times, rows = learned((10, MAX_TURN_ALONE_S)), [EFFICIENT_TOKENS // 4] * 8
     assert times.fitting(rows, MAX_TURN_ALONE_S) == 4
-    assert fitting(times, rows) == 1
-
-
-def test_most_of_a_small_batch_is_its_constant_time() -> None:
-    times = learned((1000, MAX_TURN_S), *[(10, MAX_TURN_S / 10)] * 50)
-    assert fitting(times, [100] * 20) in (9, 10)
-
-
-def test_a_small_first_batch_is_corrected_by_the_next() -> None:
-    times = learned((3, MAX_TURN_S), *[(250, MAX_TURN_S / 5)] * 12)
-    assert fitting(times, [250] * 8) in (3, 4, 5)
-
-
-@pytest.mark.parametrize("tokens", [1000, 250])
-def test_a_slower_machine_gets_fewer_rows(tokens: int) -> None:
-    token_s = 4 * MAX_TURN_S / 1000
-    times = learned((1000, MAX_TURN_S), *[(tokens, tokens * token_s)] * 30)
-    assert fitting(times, [125] * 8) in (1, 2)
+    assert times.fitting(rows, MAX_TURN_S) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -25,11 +25,7 @@ NLI = {"id2label": {"0": "CONTRADICTION", "1": "entailment"}}
         ("BertForMaskedLM", {}, ["fill-mask"]),
         ("BertForPreTraining", {}, ["fill-mask"]),
         ("BertForSequenceClassification", {}, ["text-classification"]),
-        (
-            "BertForSequenceClassification",
-            NLI,
-            ["text-classification", "zero-shot-classification"],
-        ),
+        ("BertForSequenceClassification", NLI, ["text-classification", "zero-shot-classification"]),
         ("Wav2Vec2ForSequenceClassification", {}, ["audio-classification"]),
         ("Wav2Vec2ForCTC", {}, ["automatic-speech-recognition"]),
         ("WhisperForConditionalGeneration", {}, ["automatic-speech-recognition"]),
@@ -94,9 +90,7 @@ def test_a_checkpoint_without_a_single_task_is_refused(
         create_app(settings, FakeRunner)
 
 
-def test_a_task_without_a_head_in_the_checkpoint_is_refused_before_loading(
-    tmp_path: Path,
-) -> None:
+def test_a_task_without_a_head_in_the_checkpoint_is_refused_before_loading(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, "BertForSequenceClassification")
     with pytest.raises(TaskError, match=r"not made for it: .* PIPELINE_TASK=text-class"):
         detect_task("fill-mask", model)

@@ -16,8 +16,7 @@ import pytest
 
 from server.commands.template import end_of_turn
 from tests.matrix import matrix
-from tests.unit.test_history import answered, chat, results
-from tests.unit.test_parser import garbled
+from tests.unit.test_history import answered, chat, results, tool
 from worker.engines.generation.input_processor import response_parser, response_prefix
 from worker.engines.generation.response_reader import (
     ParsedResponse,
@@ -84,7 +83,7 @@ def reader(name: str, special: bool = False) -> ResponseReader:
 
 
 def tools_of(case: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": tool} for tool in case["tools"]]
+    return [{"type": "function", "function": function} for function in case["tools"]]
 
 
 def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ParsedResponse:
@@ -164,53 +163,18 @@ def test_recorded_outputs_are_parsed_as_intended(name: str, number: int) -> None
         assert wrong, "it is read as it is meant: take it out of KNOWN_FAILURES"
 
 
-@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
-def test_garbled_output_is_parsed_the_same_whatever_the_chunks(name: str) -> None:
-    template, rng = reader(name).template, random.Random(0)
-    texts = [(text, [LOOKUP]) for text, _ in template.examples]
-    texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
-    for text, tools in texts:
-        for _ in range(5):
-            source_text = garbled(text, template.output_format.visible_texts, rng)
-            cuts = sorted(rng.choices(range(len(source_text) + 1), k=6))
-            whole, *others = (
-                parsed_response(
-                    parse(OutputParser(template.output_format, "", True, tools), chunks)
-                )
-                for chunks in (
-                    [source_text],
-                    source_text,
-                    [source_text[a:b] for a, b in pairwise([0, *cuts, None])],
-                )
-            )
-            assert others == [whole, whole], source_text
-
-
 # ── calls rendered back ──
 
-LOOKUP = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks it up",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "word": {"type": "string", "description": "What"},
-                "times": {"type": "integer", "description": "How often"},
-                "ratio": {"type": "number", "description": "How much"},
-                "exact": {"type": "boolean", "description": "Whether"},
-                "names": {"type": "array", "items": {"type": "string"}, "description": "Who"},
-                "place": {
-                    "type": "object",
-                    "properties": {"city": {"type": "string"}, "floor": {"type": "integer"}},
-                    "description": "Where",
-                },
-            },
-            "required": ["word"],
-        },
-    },
-}
+PLACE = {"city": {"type": "string"}, "floor": {"type": "integer"}}
+LOOKUP = tool(
+    "lookup",
+    word={"type": "string", "description": "What"},
+    times={"type": "integer", "description": "How often"},
+    ratio={"type": "number", "description": "How much"},
+    exact={"type": "boolean", "description": "Whether"},
+    names={"type": "array", "items": {"type": "string"}, "description": "Who"},
+    place={"type": "object", "properties": PLACE, "description": "Where"},
+)
 ASKED = {"role": "user", "content": "Well?"}
 TYPED = {
     "word": 'Zürich "old" <town>\nO\'Hara x\\y',

@@ -13,11 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from worker.text.chat_template import sandbox
-from worker.text.chat_template.sandbox import (
-    BoundedEnvironment,
-    TemplateTooExpensive,
-    lenient,
-)
+from worker.text.chat_template.sandbox import BoundedEnvironment, TemplateTooExpensive, lenient
 
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "so"}]
 MAX_PEAK = 1 << 26  # bytes, with the bounds of `small_bounds`

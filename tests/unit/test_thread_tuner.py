@@ -56,44 +56,45 @@ class Machine:
         return self.tuner.threads
 
 
+MakeMachine = Callable[..., Machine]
+
+
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> MakeMachine:
     return lambda cores, **options: Machine(monkeypatch, cores, **options)
 
 
 @pytest.mark.parametrize(
-    ("cores", "others", "threads"),
-    [(2, 0.0, 2), (2, 0.15, 2), (2, 0.5, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
+    ("cores", "phases"),  # seconds, cores of others, threads
+    [
+        (2, [(10.0, 0.15, 2)]),
+        (2, [(10.0, 0.5, 1)]),
+        (2, [(10.0, 1.5, 1)]),
+        (8, [(10.0, 1.0, 7)]),
+        (8, [(10.0, 2.7, 5)]),
+        (1, [(10.0, 1.0, 1)]),
+        (2, [(30.0, 0.0, 2), (3.0, 1.0, 1)]),  # a thread is removed within three seconds
+        (8, [(20.0, 3.0, 5), (25.0, 1.0, 7)]),  # and is back once its core is free
+    ],
 )
 def test_threads_whose_cores_are_taken_are_removed(
-    machine: Callable[..., Machine], cores: int, others: float, threads: int
+    machine: MakeMachine, cores: int, phases: list[tuple[float, float, int]]
 ) -> None:
     busy = machine(cores)
-    assert busy.turns(10.0, others) == threads
+    for seconds, others, threads in phases:
+        assert busy.turns(seconds, others) == threads
 
 
-def test_a_thread_is_removed_within_three_seconds(machine: Callable[..., Machine]) -> None:
-    two = machine(2)
-    assert two.turns(30.0, 0.0) == 2
-    assert two.turns(3.0, 1.0) == 1
-
-
-def test_all_threads_are_back_within_five_seconds(machine: Callable[..., Machine]) -> None:
+def test_all_threads_are_back_within_five_seconds(machine: MakeMachine) -> None:
     for busy_s in (3.0, 8.0, 30.0, 31.7, 33.1):
         eight = machine(8)
         assert eight.turns(busy_s, 4.0) < 8
         assert eight.turns(5.0, 0.0) == 8
 
 
-def test_a_thread_is_back_once_its_core_is_free(machine: Callable[..., Machine]) -> None:
-    eight = machine(8)
-    assert eight.turns(20.0, 3.0) == 5
-    assert eight.turns(25.0, 1.0) == 7
-
-
 @pytest.mark.parametrize(("before", "others"), [(1.0, 1.0), (2.0, 1.2)])
 def test_no_more_threads_are_tried_while_no_core_is_free(
-    machine: Callable[..., Machine], before: float, others: float
+    machine: MakeMachine, before: float, others: float
 ) -> None:
     """With two others on two cores the process gets half of the time, and nothing is idle."""
     two = machine(2)
@@ -103,7 +104,7 @@ def test_no_more_threads_are_tried_while_no_core_is_free(
     assert two.threads_set == []
 
 
-def test_trials_that_fail_take_little_of_the_time(machine: Callable[..., Machine]) -> None:
+def test_trials_that_fail_take_little_of_the_time(machine: MakeMachine) -> None:
     """Where the system does not tell the idle time, trials alone show free cores."""
     two = machine(2)
     two.tells_idle = False
@@ -117,7 +118,7 @@ def test_trials_that_fail_take_little_of_the_time(machine: Callable[..., Machine
     assert sum(trials_s) < 0.1 * 60
 
 
-def test_the_number_changes_at_most_once_in_two_seconds(machine: Callable[..., Machine]) -> None:
+def test_the_number_changes_at_most_once_in_two_seconds(machine: MakeMachine) -> None:
     two, settled = machine(2), 2
     changes: list[float] = []
     for n in range(200):
@@ -129,9 +130,7 @@ def test_the_number_changes_at_most_once_in_two_seconds(machine: Callable[..., M
     assert min(b - a for a, b in pairwise(changes)) >= MIN_INTERVAL_S - 0.3
 
 
-def test_a_moment_of_load_by_other_processes_removes_no_thread(
-    machine: Callable[..., Machine],
-) -> None:
+def test_a_moment_of_load_by_other_processes_removes_no_thread(machine: MakeMachine) -> None:
     for busy_s in (0.1, 1.0):
         two = machine(2)
         for _ in range(20):
@@ -140,9 +139,7 @@ def test_a_moment_of_load_by_other_processes_removes_no_thread(
         assert two.threads_set == []
 
 
-def test_load_by_other_processes_while_idle_removes_no_thread(
-    machine: Callable[..., Machine],
-) -> None:
+def test_load_by_other_processes_while_idle_removes_no_thread(machine: MakeMachine) -> None:
     two = machine(2)
     two.turns(3.0, 0.0)
     two.turns(20.0, 2.0, idle=True)
@@ -150,7 +147,7 @@ def test_load_by_other_processes_while_idle_removes_no_thread(
     assert two.threads_set == []
 
 
-def test_a_requested_number_of_threads_is_kept(machine: Callable[..., Machine]) -> None:
+def test_a_requested_number_of_threads_is_kept(machine: MakeMachine) -> None:
     requested = machine(2, requested=True)
     requested.turns(20.0, 2.0)
     assert requested.threads_set == []

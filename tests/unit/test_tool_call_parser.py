@@ -1,4 +1,4 @@
-"""Streamed calls equal those of a JSON parser."""
+"""Streamed calls equal those of a JSON parser; an argument that is not JSON may stay a string."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.text.tool_call_parser import JsonCallParser
+from worker.text.tool_call_parser import JsonCallParser, read_python_calls, read_value
 
 KEYS = st.sampled_from(["name", "arguments", "x", 'a "quoted" one', "{", ""])
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -82,3 +82,58 @@ def test_arguments_may_be_a_string_of_json(shown: Any, text: str, wrapped: bool)
     for cuts in (range(0), range(200)):
         calls = read(JsonCallParser("name", "arguments"), json.dumps(objects), cuts)
         assert calls == [("f", text), ("g", '{"y": 7}')]
+
+
+# ── values that are not JSON ──
+
+INTEGER, NULL, NUMBER = ({"string", item} for item in ("integer", "null", "number"))
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ('"use strict"', NULL, '"use strict"'),
+        ("  x\n", NULL, "  x\n"),
+        ("'x'", INTEGER, "'x'"),
+        ("007", INTEGER, "007"),
+        ("+33612345678", INTEGER, "+33612345678"),
+        ("1_000", INTEGER, "1_000"),
+        ("1.0", INTEGER, "1.0"),
+        ("+1.5", NUMBER, "+1.5"),
+        ("7", INTEGER, 7),
+        (" 7 ", INTEGER, 7),
+        ("1.5", NUMBER, 1.5),
+        ("null", NULL, None),
+        ("None", NULL, None),
+        ("['a']", {"string", "array"}, ["a"]),
+        ("1.0", {"integer"}, 1),
+        ("007", {"integer"}, 7),
+        ("'x'", (), "x"),
+    ],
+)
+def test_possible_string_is_one_unless_it_is_json_of_another_type(
+    text: str, types: Any, expected: Any
+) -> None:
+    result = read_value(text, types)
+    assert (result, type(result)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("'null'", NULL, "null"),
+        ("'12345'", INTEGER, "12345"),
+        ('"1e3"', {"number", "string"}, "1e3"),
+        ("None", NULL, None),
+        ("12345", INTEGER, 12345),
+        ("12345", NULL, "12345"),
+        ("'7'", {"integer"}, 7),
+        ("'true'", {"boolean", "null"}, True),
+    ],
+)
+def test_quoted_value_is_a_string_where_the_schema_allows_one(
+    text: str, types: Any, expected: Any
+) -> None:
+    assert read_python_calls(f"[f(o={text})]", {"f": {"o": types}}, False) == [
+        ("f", {"o": expected})
+    ]

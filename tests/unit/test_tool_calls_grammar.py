@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
-from tests.call_formats import NAMES, call_format_of, output_format_of
+from tests.call_formats import NAMES, accepts, call_format_of, call_text, output_format_of
 from worker.grammar.constraint_builder import ConstraintBuilder
 from worker.grammar.lark import FORMATS
 from worker.grammar.tool_calls import tool_calls_grammar
@@ -49,103 +49,70 @@ BAD = {
     "uuid": ["123e4567e89b12d3a456426614174000"],
     "uri": ["a", "//b", "1:a", "a:b c"],
 }
-MIXED = {
-    "type": "object",
-    "properties": {
-        "b": {"type": "boolean"},
-        "c": {"type": "string", "enum": ["red", "green"]},
-        "l": {"type": "array", "items": {"type": "string"}},
-        "n": {"type": "integer"},
-        "o": {"type": "object", "properties": {"k": {"type": "number"}}, "required": ["k"]},
-        "s": {"type": "string"},
-    },
-    "required": ["s"],
-}
-HELD = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "string"},
-        "b": {"type": "boolean", "enum": [True]},
-        "c": {"enum": [1, "x"]},
-        "d": {"const": "only"},
-        "e": {},
-        "z": {"type": "integer"},
-    },
-    "required": ["z"],
-}
-BOUND = {
-    "type": "object",
-    "properties": {
-        "s": {"type": "string", "minLength": 2, "maxLength": 4},
-        "p": {"type": "string", "pattern": "^[a-c]+/[0-9]{2}$"},
-    },
-    "required": ["s"],
-}
-REFERS = {
-    "type": "object",
-    "properties": {"n": {"$ref": "#/$defs/count"}, "l": {"items": {"$ref": "#/$defs/count"}}},
-    "required": ["n"],
-    "$defs": {"count": {"type": "integer", "minimum": 3, "maximum": 5}},
-}
-COLOR = {
-    "type": "object",
-    "properties": {"c": {"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}, {"const": 3}]}},
-    "$defs": {"color": {"enum": ["red", "blue"]}},
-}
-EITHER = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
-    "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
-}
-NEST = {
-    "type": "array",
-    "minItems": 2,
-    "items": {"type": "array", "maxItems": 1, "items": {"type": "integer"}},
-}
-NESTED: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "or_null": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]},
-        "list": {
-            "type": "array",
-            "items": {"type": "string", "format": "ipv4"},
-            "minItems": 1,
-            "maxItems": 2,
-        },
-        "first": {
-            "type": "array",
-            "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
-            "items": False,
-            "minItems": 1,
-        },
-        "none": {"type": "array", "maxItems": 0},
-        "object": {
-            "type": "object",
-            "properties": {"at": {"$ref": "#/$defs/time"}, "nest": NEST},
-            "required": ["at"],
-        },
-        "map": {
-            "type": "object",
-            "additionalProperties": {"type": "integer"},
-            "minProperties": 1,
-        },
-        "text_or_list": {"type": ["string", "array"], "minItems": 2},
-        "text_or_number": {"type": ["string", "integer"], "minimum": 5},
-        "any_format": {"type": "string", "format": "nonsense"},
-        "unique": {"type": "array", "uniqueItems": True, "contains": {"const": 3}},
-        "choice": {"enum": [[1, "x"], {"k": "v"}, "s"]},
-        "tree": {"$ref": "#/$defs/tree"},
-        "both": {"allOf": [{"type": "string"}, {"pattern": "^a/"}, {"maxLength": 4}]},
-    },
-    "$defs": {
-        "time": {"allOf": [{"type": "string"}, {"format": "time"}]},
-        "tree": {
-            "type": "object",
-            "properties": {
-                "next": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}
-            },
-        },
-    },
+BOOLEAN, INTEGER, STRING = ({"type": kind} for kind in ("boolean", "integer", "string"))
+
+
+def record(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+def array(items: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **more}
+
+
+def of(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+MIXED = record(
+    "s",
+    b=BOOLEAN,
+    c=STRING | {"enum": ["red", "green"]},
+    l=array(STRING),
+    n=INTEGER,
+    o=record("k", k={"type": "number"}),
+    s=STRING,
+)
+HELD = record(
+    "z",
+    a=STRING,
+    b=BOOLEAN | {"enum": [True]},
+    c={"enum": [1, "x"]},
+    d={"const": "only"},
+    e={},
+    z=INTEGER,
+)
+BOUND = record(
+    "s",
+    s=STRING | {"minLength": 2, "maxLength": 4},
+    p=STRING | {"pattern": "^[a-c]+/[0-9]{2}$"},
+)
+REFERS = record("n", n=of("count"), l={"items": of("count")})
+REFERS["$defs"] = {"count": INTEGER | {"minimum": 3, "maximum": 5}}
+COLOR = record(c={"anyOf": [of("color"), {"type": "null"}, {"const": 3}]})
+COLOR["$defs"] = {"color": {"enum": ["red", "blue"]}}
+EITHER = record(a=INTEGER, b={"type": "null"})
+EITHER["anyOf"] = [{"required": ["a"]}, {"required": ["b"]}]
+NEST = array(array(INTEGER, maxItems=1), minItems=2)
+IPV4 = STRING | {"format": "ipv4"}
+NESTED = record(
+    or_null={"anyOf": [STRING | {"format": "uuid"}, {"type": "null"}]},
+    list=array(IPV4, minItems=1, maxItems=2),
+    first=array(False, prefixItems=[INTEGER, BOOLEAN], minItems=1),
+    none={"type": "array", "maxItems": 0},
+    object=record("at", at=of("time"), nest=NEST),
+    map={"type": "object", "additionalProperties": INTEGER, "minProperties": 1},
+    text_or_list={"type": ["string", "array"], "minItems": 2},
+    text_or_number={"type": ["string", "integer"], "minimum": 5},
+    any_format=STRING | {"format": "nonsense"},
+    unique={"type": "array", "uniqueItems": True, "contains": {"const": 3}},
+    choice={"enum": [[1, "x"], {"k": "v"}, "s"]},
+    tree=of("tree"),
+    both={"allOf": [STRING, {"pattern": "^a/"}, {"maxLength": 4}]},
+)
+NESTED["$defs"] = {
+    "time": {"allOf": [STRING, {"format": "time"}]},
+    "tree": record(next=array(of("tree"), maxItems=1)),
 }
 AT = "00:00:00Z"
 # With the formats that accept the arguments: all, none, or those that take more than JSON does.
@@ -237,49 +204,11 @@ ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any], bool | list[str]]] = [
 ]
 
 
-def rendered(name: str, arguments: dict[str, Any]) -> str:
-    """Return the text of a call of `get`."""
-    form = call_format_of(name).arguments
-    if form.style == "json":
-        shown = json.dumps(arguments)
-    elif form.style == "python":
-        shown = ", ".join(f"{key}={python(value)}" for key, value in arguments.items())
-    else:
-        shown = form.comma.join(
-            form.open + key + form.middle + entry(form.quotes, value) + form.close
-            for key, value in arguments.items()
-        )
-    return call_format_of(name).render([("get", shown)]).replace(ID, "id1").lstrip()
-
-
-def python(value: Any) -> str:
-    return repr(value) if isinstance(value, bool) or value is None else json.dumps(value)
-
-
-def entry(quotes: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f"{quotes}{value}{quotes}"
-    if quotes and isinstance(value, list):
-        return f"[{','.join(entry(quotes, item) for item in value)}]"
-    if quotes and isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{entry(quotes, item)}' for key, item in value.items())}}}"
-    return json.dumps(value)
-
-
 def tool(parameters: Any, name: str = "get") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 TOOLS = [tool(MIXED), {"type": "function", "function": {"name": "put"}}]
-
-
-def accepts(grammar: str, text: str) -> bool:
-    """Whether a grammar accepts the text as a whole output."""
-    tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, grammar)
-    assert not matcher.get_error()
-    tokens = tokenizer.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def takes(
@@ -299,7 +228,7 @@ def test_arguments_are_constrained_by_their_schema(
 ) -> None:
     accepting = good if isinstance(good, list) else NAMES * good
     for name in NAMES:
-        text = rendered(name, arguments)
+        text = call_text(name, arguments)
         assert takes(call_format_of(name), text, [tool(schema)]) == (name in accepting), text
         if schema is MIXED and good:
             other = text.replace("get", "set", 1)
@@ -313,7 +242,7 @@ def test_strings_have_their_format(name: str, key: str) -> None:
     for texts, good in ((GOOD[key], True), (BAD[key], False)):
         for text in texts:
             assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True) == good
-            assert takes(call_format_of(name), rendered(name, {"s": text}), tools) == good, text
+            assert takes(call_format_of(name), call_text(name, {"s": text}), tools) == good, text
 
 
 @pytest.mark.parametrize("name", PYTHON)
@@ -332,7 +261,7 @@ def test_strings_without_quotes_of_json_are_free(name: str) -> None:
     schema = {"type": "string", "format": "uuid", "pattern": "^a", "minLength": 5}
     tools = [tool({"properties": {"s": schema}})]
     for text in ("x", "</b>\n\n<b>", "a 'b' \"c\"\\", "7"):
-        assert takes(call_format_of(name), rendered(name, {"s": text}), tools), text
+        assert takes(call_format_of(name), call_text(name, {"s": text}), tools), text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
@@ -352,15 +281,6 @@ def test_call_started_in_a_section_is_constrained() -> None:
     assert not takes(call_format, f"{within}</calls>")
 
 
-class GrammarRecorder:
-    """In place of GrammarCompiler: records the grammar."""
-
-    quote = staticmethod(json.dumps)
-
-    def compile(self, grammar: str, param: str) -> None:
-        self.grammar = grammar
-
-
 def test_calls_and_documents_have_their_own_headers() -> None:
     header = "<|channel|>final<|message|>"
     call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'
@@ -369,19 +289,22 @@ def test_calls_and_documents_have_their_own_headers() -> None:
     )
     for text in (f"<|start|>assistant{call}", call.lstrip()):
         assert accepts(calls, text), text
-    builder: Any = ConstraintBuilder.__new__(ConstraintBuilder)
-    builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
+    builder, grammars = ConstraintBuilder.__new__(ConstraintBuilder), list[str]()
+    compiler = SimpleNamespace(
+        quote=json.dumps, compile=lambda grammar, _: grammars.append(grammar)
+    )
+    builder._template, builder.grammars = SimpleNamespace(), compiler  # type: ignore[assignment]
     chat = Chat(({"role": "user", "content": "?"},), (tool(MIXED),))
     constraint = Constraint("json_schema", {"type": "object"}, "response_format")
     request = GenerationInput(chat, tool_policy=ToolCallPolicy(("get",)), constraint=constraint)
     builder.build(request, output_format_of("channels"), "")
     for text in (
         "{}",
-        header + "{}",
+        f"{header}{{}}",
         f"<|start|>assistant{header}{{}}",
         f"<|start|>assistant{call}",
     ):
-        assert accepts(builder.grammars.grammar, text), text
+        assert accepts(grammars[0], text), text
 
 
 @pytest.mark.parametrize(

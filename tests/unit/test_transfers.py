@@ -1,11 +1,18 @@
-"""The budget of transfers: the slowest end while it is short, and none while there is room."""
+"""Budgets of the event loop: of transfers, of answers that wait for their client, of its turns."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from batching.errors import QueueFull
-from server.http import transfers
+from server.core.request_context import RequestContext
+from server.http import loop_budget, spool, transfers
+from server.http.loop_budget import MAX_TURN_S, REST_S, LoopBudget
+from server.http.spool import MAX_SPOOL, PIECE, SpoolBudget, SpooledResponse, SpoolFile
 from server.http.transfers import Transfer, TransferBudget
 
 pytestmark = pytest.mark.anyio
@@ -120,3 +127,132 @@ async def test_the_rate_of_a_response_counts_from_its_start(clock: Clock) -> Non
     transfer.moved = 50
     await transfer.wait(measure())
     assert measured == [5.0]
+
+
+# ── answers that the client does not read yet wait in a bounded temporary file ──
+
+
+def test_the_files_of_a_client_leave_room_for_those_of_others() -> None:
+    budget = SpoolBudget()
+    piece = MAX_SPOOL // 64
+    taken = {client: sum(budget.take(client, piece) for _ in range(64)) for client in "abc"}
+    assert taken == {"a": 32, "b": 16, "c": 8}
+    budget.give_back("a", 32 * piece)
+    assert budget.take("c", piece)
+
+
+def test_a_closed_file_is_neither_read_nor_written() -> None:
+    """Not even if its descriptor is that of another file by now."""
+    file = SpoolFile()
+    assert file.write(b"one", 0) == 3
+    assert file.read(10, 1) == b"ne"
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.write(b"two", 0)
+    with pytest.raises(ValueError, match="closed"):
+        file.read(10, 0)
+
+
+def test_the_event_loop_does_not_wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "MAX_BUFFER", PIECE)
+    threads: dict[str, set[int]] = {"read": set(), "write": set(), "close": set()}
+    closed = threading.Semaphore(0)
+
+    def watch(name: str) -> None:
+        original = getattr(SpoolFile, name)
+
+        def watched(self: SpoolFile, *arguments: Any) -> Any:
+            threads[name].add(threading.get_ident())
+            result = original(self, *arguments)
+            if name == "close":
+                closed.release()
+            return result
+
+        monkeypatch.setattr(SpoolFile, name, watched)
+
+    for name in threads:
+        watch(name)
+    budget, sent = SpoolBudget(), bytearray()
+    parts = [bytes([n]) * PIECE for n in range(40)]
+
+    async def respond() -> None:
+        reads = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            await reads.wait()
+            sent.extend(message.get("body", b""))
+
+        app, transfer = SimpleNamespace(spools=budget), SimpleNamespace(may_stall=False)
+        context = RequestContext(b"")
+        scope = {"app": app, "send": send, "context": context, "transfer": transfer}
+        response = SpooledResponse(scope, send, [])
+        running = asyncio.get_running_loop().create_task(response.run())
+        for part in parts:
+            await response.put(part)
+        reads.set()
+        response.close()
+        await running
+        response.discard()
+
+    asyncio.run(respond())
+    assert sent == b"".join(parts)
+    assert budget.take(b"other", MAX_SPOOL // 2)
+    assert closed.acquire(timeout=60)
+    assert all(threads.values())
+    assert threading.get_ident() not in set[int]().union(*threads.values())
+
+
+# ── tasks of an event loop share the time of its turns ──
+
+
+def test_tasks_take_a_limited_part_of_each_turn_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(loop_budget, "time", SimpleNamespace(monotonic=lambda: now))
+    turns: list[list[int]] = [[]]
+
+    async def work(budget: LoopBudget, task: int) -> None:
+        nonlocal now
+        for _ in range(40):
+            await budget.wait()
+            now += 0.4 * MAX_TURN_S
+            turns[-1].append(task)
+
+    async def count_turns() -> None:
+        while True:
+            turns.append([])
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        counting = asyncio.create_task(count_turns())
+        budget = LoopBudget()
+        await asyncio.gather(*(work(budget, task) for task in range(4)))
+        counting.cancel()
+
+    asyncio.run(run())
+    worked = [turn for turn in turns if turn]
+    assert max(map(len, worked)) <= 3
+    assert sum(map(len, worked)) == 160
+    assert [turn[0] for turn in worked[1:9]] == [0, 1, 2, 3] * 2
+
+
+def test_tasks_rest_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping: list[asyncio.Event] = []
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == REST_S
+        sleeping.append(asyncio.Event())
+        await sleeping[-1].wait()
+
+    async def run() -> None:
+        turn = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        budget = LoopBudget()
+        tasks = [asyncio.create_task(budget.rest()) for _ in range(3)]
+        for rested in range(3):
+            for _ in range(5):
+                await turn(0)
+            assert (len(sleeping), sum(task.done() for task in tasks)) == (rested + 1, rested)
+            sleeping[rested].set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())

@@ -1,6 +1,7 @@
-"""On a GPU, the prompts of a step share one call of torch's flash attention.
+"""On a GPU, the prompts of a step share one call of torch's flash attention, and decodes attend by
+the decode kernel.
 
-A Python function stands in for torch's operator: no GPU is needed.
+Python functions stand in for torch's operator and the kernel: no GPU is needed.
 """
 
 import random
@@ -16,8 +17,9 @@ from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, check, memory, mixes, name
 from worker.backends import cuda as cuda_package
 from worker.backends.cuda import varlen
-from worker.backends.cuda.mixed import MAX_SPAN_WIDTH
+from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.backends.cuda.varlen import GQA, VarlenMetadata
+from worker.model.attention.paged import SpanGroup
 
 
 def varlen_attn(
@@ -46,6 +48,20 @@ def varlen_attn(
 
 
 @pytest.fixture(autouse=True)
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of the decode kernel."""
+    counts: list[int] = []
+
+    def attend(query: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        counts.append(len(query))
+        return decode_kernels.attend(query, *arguments, **named)
+
+    kernels = SimpleNamespace(attend=attend)
+    monkeypatch.setattr(cuda_package, "triton_decode", kernels, raising=False)
+    return counts
+
+
+@pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Numbers of queries and keys of each call."""
     counts: list[tuple[int, int]] = []
@@ -54,8 +70,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         counts.append((len(query), len(key)))
         return varlen_attn(query, key, *arguments, **named)
 
-    kernels = SimpleNamespace(attend=decode_kernels.attend)
-    monkeypatch.setattr(cuda_package, "triton_decode", kernels, raising=False)
     monkeypatch.setattr(varlen, "varlen_attn", counted)
     monkeypatch.setattr(varlen, "has_flash_attention", lambda q, v: q.shape[-1] == v.shape[-1])
     return counts
@@ -116,3 +130,32 @@ def test_torchs_operator_takes_the_arguments(window: int, monkeypatch: pytest.Mo
     q, k, v = (torch.zeros(40, heads, 64) for heads in (4, 2, 2))
     metadata._attend_grouped(q, k, v, None, 0, 0.1, window, 0.0)
     assert shapes == [(40, 4, 64)]
+
+
+@pytest.mark.parametrize("case", matrix(CASES, *CASES[::4]), ids=name)
+def test_decodes_attend_by_the_kernel_beside_prompts(case: Case, rows: list[int]) -> None:
+    torch.manual_seed(0)
+    chance = random.Random(name(case))
+    for _ in range(2):
+        mix = mixes(chance, case.kind)
+        rows.clear()
+        check(case, mix, chance, MixedMetadata)
+        short = sum(width for _, width in mix if width <= MAX_SPAN_WIDTH)
+        assert rows == ([short] if short else [])
+
+
+def test_only_prompts_are_gathered_beside_decodes(
+    rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, int]] = []
+    attend = SpanGroup.attend
+
+    def recorded(group: SpanGroup, *arguments: Any) -> Tensor:
+        shapes.append(group.shape)
+        return attend(group, *arguments)
+
+    monkeypatch.setattr(SpanGroup, "attend", recorded)
+    mix = [(700, 1), (5, 1), (64, 40), (30, 4), (1500, 1)]
+    check(Case("all"), mix, random.Random(0), MixedMetadata)
+    assert shapes == [(1, 40)]
+    assert rows == [7]

@@ -12,13 +12,20 @@ import pytest
 import torch
 
 from batching.batcher import DynamicBatcher
-from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown
+from batching.errors import (
+    DeadlineExceeded,
+    DeviceLost,
+    ItemFailed,
+    OnequeueError,
+    OutOfMemory,
+    WorkerDown,
+)
 from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
-from worker.engines.pipeline.engine import PipelineEngine
+from worker.error_classification import failure_of
 from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import CUT, BatchReport, PipelineInput, State, StepOutcome
@@ -124,8 +131,11 @@ class Bench:
         wait_until(lambda: self.recorder.count() >= outcomes)
 
 
+Start = Callable[..., Bench]
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Bench]]:
+def start() -> Iterator[Start]:
     benches: list[Bench] = []
 
     def make(runner: FakeRunner | None = None, **settings: Any) -> Bench:
@@ -143,27 +153,19 @@ def start() -> Iterator[Callable[..., Bench]]:
         assert not bench.worker.thread.is_alive()
 
 
-def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., Bench]) -> None:
-    bench = start()
-    assert bench.recorder.states == ["ready"]
-    assert len(bench.recorder.loaded) == 2
-    assert bench.runner.warm_ups == 1
-    assert bench.worker.thread.name == "worker"
-    assert bench.worker.thread.daemon
+@pytest.fixture
+def bench(start: Start) -> Bench:
+    return start()
 
 
-def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(
-    start: Callable[..., Bench],
-) -> None:
-    bench = start()
+def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(bench: Bench) -> None:
     bench.run_as_one_batch("a", "b", "c")
     assert bench.runner.batches == [["first"], ["a", "b", "c"]]
     assert bench.recorder.outcomes["b"] == ["B"]
     assert bench.recorder.reports[-1].size == 3
 
 
-def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
-    bench = start()
+def test_one_bad_input_fails_alone(bench: Bench) -> None:
     texts = [f"t{n}" for n in range(7)] + ["bad"]
     bench.run_as_one_batch(*texts)
     for text in texts[:-1]:
@@ -173,8 +175,7 @@ def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
     assert bench.runner.warm_ups == 1  # others succeeded: no probe is needed
 
 
-def test_bad_inputs_alone_do_not_open_the_breaker(start: Callable[..., Bench]) -> None:
-    bench = start()
+def test_bad_inputs_alone_do_not_open_the_breaker(bench: Bench) -> None:
     for n in range(5):
         bench.submit(f"bad {n}")
         bench.wait_for(n + 1)
@@ -185,9 +186,7 @@ def test_bad_inputs_alone_do_not_open_the_breaker(start: Callable[..., Bench]) -
     assert bench.runner.warm_ups == 1 + 5  # a probe after each batch without a success
 
 
-def test_a_bad_input_beside_a_cut_item_needs_no_probe(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_bad_input_beside_a_cut_item_needs_no_probe(start: Start) -> None:
     class Slow(FakeRunner):
         def forward(self, prepared: list[Any]) -> list[Any]:
             continues = len(self.batches) < 5
@@ -201,7 +200,7 @@ def test_a_bad_input_beside_a_cut_item_needs_no_probe(
     assert bench.runner.warm_ups == 1  # a probe would restart the long item
 
 
-def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench]) -> None:
+def test_out_of_memory_halves_the_batch_and_retries(start: Start) -> None:
     def two_fit(texts: list[str]) -> None:
         if len(texts) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -215,7 +214,7 @@ def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench])
     assert bench.batcher.cap == 2
 
 
-def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -> None:
+def test_an_item_too_large_for_memory_fails_alone(start: Start) -> None:
     def raises(texts: list[str]) -> None:
         if "huge" in texts:
             raise MemoryError
@@ -226,7 +225,7 @@ def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -
     assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
 
 
-def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Bench]) -> None:
+def test_a_lost_device_ends_the_worker_without_bisection(start: Start) -> None:
     def lost(texts: list[str]) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -237,21 +236,7 @@ def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Be
     assert type(bench.recorder.errors[-1]) is WorkerDown
 
 
-def test_idle_engine_is_not_asked_during_the_steps_of_another(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = start()
-    asked: list[PipelineEngine] = []
-    monkeypatch.setattr(PipelineEngine, "busy", property(asked.append))
-    stream = bench.generate("long")
-    wait_until(lambda: len(bench.recorder.steps) > 3)
-    stream.open = False
-    assert not asked
-
-
-def test_steps_with_failures_only_probe_the_model(
-    start: Callable[..., Bench],
-) -> None:
+def test_steps_with_failures_only_probe_the_model(start: Start) -> None:
     bench = start(cooldown_s=60.0)
     bench.generator.healthy = False
     for n in range(3):
@@ -266,9 +251,7 @@ def test_steps_with_failures_only_probe_the_model(
     assert bench.runner.warm_ups == 1
 
 
-def test_a_running_model_does_not_keep_another_models_breaker_closed(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_running_model_does_not_keep_another_models_breaker_closed(start: Start) -> None:
     bench = start(cooldown_s=60.0)
     bench.runner.healthy = False
     stream = bench.generate("long")
@@ -305,7 +288,7 @@ def test_models_of_the_start_share_the_limit_of_memory() -> None:
     assert rooms == [1000, 700]
 
 
-def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
+def test_an_item_cancelled_during_bisection_is_not_run_again(start: Start) -> None:
     cancelled: list[WorkItem] = []
 
     def cancel(texts: list[str]) -> None:
@@ -323,9 +306,7 @@ def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[...
     assert not any("d" in batch for batch in bench.runner.batches[2:])
 
 
-def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(
-    start: Callable[..., Bench],
-) -> None:
+def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(start: Start) -> None:
     bench = start(max_wait_s=60.0)
     bench.hold(*(f"full {n}" for n in range(8)))  # a full batch leaves at once
     bench.submit("waited")
@@ -334,53 +315,41 @@ def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(
     assert bench.runner.batches[-1] == ["waited"]
 
 
-def test_a_failed_batchs_memory_is_free_before_its_halves_run(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_failed_batchs_memory_is_free_before_its_halves_run(start: Start) -> None:
     class Tensor:
         pass
 
     held: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    class Greedy(FakeRunner):
-        def forward(self, prepared: list[Any]) -> list[Any]:
-            alive.append(sum(ref() is not None for ref in held))
-            tensor = Tensor()
-            held.append(weakref.ref(tensor))
-            if len(prepared) > 1:
-                raise MemoryError
-            return super().forward(prepared)
+    def takes_much(texts: list[str]) -> None:
+        alive.append(sum(ref() is not None for ref in held))
+        tensor = Tensor()
+        held.append(weakref.ref(tensor))
+        if len(texts) > 1:
+            raise MemoryError
 
-    bench = start(Greedy())
+    bench = start(FakeRunner(takes_much))
     bench.run_as_one_batch("a", "b", "c", "d")
     assert len(alive) > 5
     assert set(alive) == {0}
 
 
 def test_an_idle_worker_returns_memory_once_and_then_waits_without_a_timeout(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed = threading.Semaphore(0)
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
     monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.release())
     bench = start()
-    assert trimmed.acquire(timeout=60)  # after loading
-    wait_until(lambda: bench.worker._wait_s() is None)
-    bench.run_as_one_batch("a", "b")
-    assert trimmed.acquire(timeout=60)
-    wait_until(lambda: bench.worker._wait_s() is None)
-
-
-def test_memory_is_returned_after_a_refused_input_too(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = start()
-    trimmed = threading.Event()
-    monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
-    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.set())
-    bench.worker.submit([])  # the pool sends this when it has refused all items
-    assert trimmed.wait(60)
+    for work in (
+        lambda: None,  # after loading
+        lambda: bench.run_as_one_batch("a", "b"),
+        lambda: bench.worker.submit([]),  # the pool has refused all items
+    ):
+        work()
+        assert trimmed.acquire(timeout=60)
+        wait_until(lambda: bench.worker._wait_s() is None)
 
 
 class Interruptible(FakeRunner):
@@ -399,37 +368,17 @@ class Interruptible(FakeRunner):
         return outputs
 
 
-def test_other_models_run_in_the_middle_of_a_step(start: Callable[..., Bench]) -> None:
-    bench = start(Interruptible())
-    bench.hold("a")
-    bench.generate("say a b")
-    bench.submit("b")  # has its step after the first one
-    bench.runner.gate.set()
-    bench.wait_for(2)
-    assert len(bench.recorder.steps) > 0
-    assert bench.recorder.outcomes["a"] == ["A"]
-    assert bench.recorder.outcomes["b"] == ["B"]
-    assert bench.runner.batches == [["a"], ["b"]]
-
-
-class Nesting(FakeRunner):
-    """Records the steps that other models run in the middle of its own."""
-
-    def __init__(self, name: str, events: list[str]) -> None:
-        super().__init__()
-        self.name, self.events = name, events
-
-    def forward(self, prepared: list[Any]) -> list[Any]:
-        outputs = super().forward(prepared)
-        self.events.append(f"{self.name} begins")
-        self.others.run_steps()
-        self.events.append(f"{self.name} ends")
-        return outputs
-
-
 def test_an_interrupted_step_is_not_entered_again() -> None:
     events: list[str] = []
-    runners = {name: Nesting(name, events) for name in "ab"}
+    runners = {name: FakeRunner() for name in "ab"}
+    for name, runner in runners.items():
+
+        def nest(texts: list[str], name: str = name, runner: FakeRunner = runner) -> None:
+            events.append(f"{name} begins")
+            runner.others.run_steps()
+            events.append(f"{name} ends")
+
+        runner.before = nest
     models = [
         batched_model(name, partial(runners.__getitem__, name), DynamicBatcher(1, 100, 0.0))
         for name in "ab"
@@ -450,7 +399,7 @@ def test_an_interrupted_step_is_not_entered_again() -> None:
 
 
 def test_an_engine_runs_its_own_steps_while_it_encodes(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, events = start(), list[str]()
     step = bench.generator.step
@@ -470,7 +419,7 @@ def test_an_engine_runs_its_own_steps_while_it_encodes(
 
 
 def test_an_engine_without_a_due_step_wakes_the_worker(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.worker.IDLE_S", 1e6)  # the worker has nothing else to wake for
     bench = start()
@@ -484,7 +433,7 @@ def test_an_engine_without_a_due_step_wakes_the_worker(
     wait_until(lambda: not bench.generator.running)
 
 
-def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> None:
+def test_a_model_knows_whether_others_have_work(start: Start) -> None:
     runner = Interruptible()
     bench = start(runner)
     bench.submit("alone")
@@ -498,9 +447,7 @@ def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> 
     assert runner.turns_s == [MAX_TURN_ALONE_S, MAX_TURN_S]
 
 
-def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(start: Start) -> None:
     bench = start(Interruptible())
     bench.generator.healthy = False
     bench.hold("a")
@@ -512,9 +459,7 @@ def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(
     assert bench.pipeline.breaker.failures == 0
 
 
-def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(start: Start) -> None:
     bench = start(Interruptible())
     bench.generator.step_error = RuntimeError("CUDA error: an illegal memory access")
     bench.hold("a")
@@ -524,9 +469,7 @@ def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(
     assert bench.runner.batches == [["a"]]
 
 
-def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(
-    start: Callable[..., Bench],
-) -> None:
+def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(start: Start) -> None:
     bench = start(Interruptible())
     bench.hold("a")
     bench.worker.stop()
@@ -536,50 +479,19 @@ def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(
     assert bench.recorder.outcomes["a"] == ["A"]
 
 
-def test_the_watchdogs_time_counts_from_the_last_forward_pass(
-    start: Callable[..., Bench],
-) -> None:
+def test_the_watchdogs_time_counts_from_the_last_forward_pass(start: Start) -> None:
     times: list[tuple[float, float]] = []
 
-    class Timed(FakeRunner):
-        def forward(self, prepared: list[Any]) -> list[Any]:
-            before = bench.worker.busy_since
-            self.others.run_steps()
-            times.append((before, bench.worker.busy_since))
-            return super().forward(prepared)
+    def measured(texts: list[str]) -> None:
+        before = bench.worker.busy_since
+        bench.runner.others.run_steps()
+        times.append((before, bench.worker.busy_since))
 
-    bench = start(Timed())
+    bench = start(FakeRunner(measured))
     bench.submit("a")
     bench.wait_for(1)
     [(before, after)] = times
     assert before < after < float("inf")
-
-
-class TurnRecorder:
-    """Records the turns that the worker measures, instead of its thread tuner."""
-
-    def __init__(self) -> None:
-        self.turns: list[str] = []
-
-    def begin_turn(self) -> None:
-        self.turns.append("begin")
-
-    def end_turn(self) -> None:
-        self.turns.append("end")
-
-
-def test_turns_are_measured_without_the_steps_of_other_models(
-    start: Callable[..., Bench],
-) -> None:
-    bench, recorder = start(Interruptible()), TurnRecorder()
-    bench.worker._thread_tuner = recorder  # type: ignore[assignment]
-    bench.submit("a")
-    bench.wait_for(1)
-    assert recorder.turns == ["begin", "end", "begin", "end"]
-    bench.submit("bad")
-    bench.wait_for(2)
-    wait_until(lambda: bench.runner.warm_ups == 2)
-    assert recorder.turns[4:] == ["begin", "begin"]  # without a result it is not measured
 
 
 class TimedEngine:
@@ -603,8 +515,8 @@ class TimedEngine:
         return StepOutcome(report)
 
 
-@pytest.mark.parametrize("long_s", [1.0, 2.0])  # in whose middle others run
-def test_short_steps_compute_as_long_as_the_long_steps_of_another_model(long_s: float) -> None:
+@pytest.mark.parametrize("long_s", [0.13, 1.0, 2.0])  # others run in the middle of the last
+def test_models_compute_as_long_as_others_whatever_their_steps_take(long_s: float) -> None:
     clock, steps = [0.0], list[float]()
     models = [batched_model(name, FakeRunner, DynamicBatcher(1, 100, 0.0)) for name in "ab"]
     worker = Worker(models, lambda: clock[0])
@@ -620,3 +532,45 @@ def test_short_steps_compute_as_long_as_the_long_steps_of_another_model(long_s: 
         worker._run_steps()
     assert steps.count(long_s) == 10
     assert 0.9 < steps.count(0.125) * 0.125 / (10 * long_s) < 1.2
+
+
+# ── an item's fault, a lack of memory or a lost device ──
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), OutOfMemory),
+        (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            ),
+            OutOfMemory,
+        ),
+        (RuntimeError("CUDA error: out of memory"), OutOfMemory),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            OutOfMemory,
+        ),
+        (RuntimeError("CUDA driver error: out of memory"), OutOfMemory),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemory),
+        (RuntimeError("CUDA error: device-side assert triggered"), DeviceLost),
+        (RuntimeError("CUDA driver error: device-side assert triggered"), DeviceLost),
+        (RuntimeError("Triton Error [CUDA]: device-side assert triggered"), DeviceLost),
+        (torch.AcceleratorError("an illegal memory access was encountered"), DeviceLost),
+        (RuntimeError("The size of tensor a must match the size of tensor b"), ItemFailed),
+        (IndexError("index out of range in self"), ItemFailed),
+    ],
+)
+def test_an_exception_is_classified_with_its_cause(
+    error: Exception, kind: type[OnequeueError]
+) -> None:
+    failure = failure_of(error)
+    assert type(failure) is kind
+    assert failure.__cause__ is error
+
+
+def test_an_error_of_ours_is_returned_as_it_is() -> None:
+    late = DeadlineExceeded("too late")
+    assert failure_of(late) is late
