@@ -150,7 +150,9 @@ def samples(file: bytes) -> np.ndarray:
 def library_inputs(model: str, served: Served) -> Any:
     """What the library's processor makes of a request's conversation."""
     processor = library(model)[1]
-    chat = served.item.payload.prompt
+    payload = served.item.payload
+    assert isinstance(payload, GenerationInput)
+    chat = payload.prompt
     assert isinstance(chat, Chat)
     text = processor.tokenizer.apply_chat_template(
         [*chat.messages], tokenize=False, add_generation_prompt=True

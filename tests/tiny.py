@@ -49,7 +49,7 @@ def labels(*names: str) -> dict[str, Any]:
 NLI = labels("contradiction", "neutral", "entailment")
 NER = labels("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 STARS = labels("bad", "fair", "good")
-IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # of llama_tokenizer
+IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # llama_tokenizer
 _root = tempfile.TemporaryDirectory(prefix="tiny-models-")
 
 

@@ -147,8 +147,8 @@ def test_the_gauge_names_running_and_waiting_adapters(tmp_path: Path) -> None:
 
 def test_adapters_are_loaded_again_with_their_base(tmp_path: Path) -> None:
     write(tmp_path / "one")
-    models, settings = "main=demo,base=demo", {"lora": ("a=one;base=base",)}
-    with adapters(tmp_path, chat_model=models, **settings) as setup:
+    models, lora = "main=demo,base=demo", ("a=one;base=base",)
+    with adapters(tmp_path, chat_model=models, lora=lora) as setup:
         assert setup.listed()["a"]["status"]["value"] == "unloaded"
         assert setup.ask("a").status_code == 200  # loads the base
         adapter = setup.generator.payloads[0].adapter

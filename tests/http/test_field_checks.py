@@ -3,7 +3,7 @@
 Those that all requests of generation share are tested in chats.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -443,7 +443,12 @@ ITEMS: list[tuple[Fields, str, str]] = [
 ]
 
 
-REFUSED = {CHAT: CHATS, COMPLETIONS: PROMPTS, RESPONSES: ITEMS, **WITHOUT_OUTPUT}
+REFUSED: dict[str, Sequence[tuple[Fields, str | None, str]]] = {
+    CHAT: CHATS,
+    COMPLETIONS: PROMPTS,
+    RESPONSES: ITEMS,
+    **WITHOUT_OUTPUT,
+}
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,8 @@ from worker.messages.scoring import ScoringOutput
 
 FILE = Path(__file__).parent / "recorded" / "exchanges.json"
 EXCHANGES: dict[str, dict[str, list[Any]]] = json.loads(FILE.read_text())
-HEADERS = ("content-type", "retry-after", "allow", "cache-control", "connection")
-HEADERS += ("x-ignored-fields", "x-dropped-tools")
+HEADERS = ["content-type", "retry-after", "allow", "cache-control", "connection"]
+HEADERS += ["x-ignored-fields", "x-dropped-tools"]
 ROUND_TRIPS = 20  # through the event loop, until a stream's reader has taken the last deltas
 
 # Patterns of ids, times and error messages, each with its placeholder.
@@ -185,7 +185,7 @@ def exchanged(server: Server, models: Models, name: str) -> dict[str, list[Any]]
     """Send the requests of a name; return them with the model's inputs and the responses."""
     requests, inputs, responses, id = EXCHANGES[name]["requests"], [], [], ""
     for request in requests:
-        payloads: list[list[Any]] = [model.payloads for model in models]  # type: ignore[misc]
+        payloads: list[list[Any]] = [model.payloads for model in models]
         for each in payloads:
             each.clear()
         response = ask(server, *json.loads(json.dumps(request).replace("{id}", id)))

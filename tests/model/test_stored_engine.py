@@ -167,7 +167,7 @@ def test_other_weights_read_nothing(stored: Callable[..., StoredEngine]) -> None
 
 @pytest.mark.parametrize("forms", [{"": b"another compilation"}, {}], ids=["another", "unknown"])
 def test_another_form_reads_nothing(
-    forms: dict[str, bytes], stored: Callable[..., StoredEngine]
+    forms: dict[Any, bytes], stored: Callable[..., StoredEngine]
 ) -> None:
     prompt = first_turn(stored("llama"))
     generator = stored("llama")

@@ -64,7 +64,8 @@ def test_each_physical_core_gets_a_thread_within_the_quota(
     pinned: set[int],
 ) -> None:
     chosen = choose_cores(cores, topology, quota, requested, setting)
-    assert (chosen.threads, chosen.pinned) == (threads, pinned)
+    assert chosen.threads == threads
+    assert chosen.pinned == pinned
 
 
 def test_the_requested_number_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,11 +357,6 @@ ROLES = ROLES.replace("<assistant>", "{% if add_generation_prompt %}<assistant>{
 # Calls are messages of a role that only this template has.
 OWN_ROLE = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'call' %}<|my_call|>{% endif %}"
 OWN_ROLE += "{{ m.content }}{% endfor %}"
-# Tools are a text, in a variable of its own.
-FUNCTIONS = """{{- 'Write functools[{"name": NAME}].' + functions + datetime }}
-{%- for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}functools[
-{%- for c in m.tool_calls %}{{- '{"name": "' + c.function.name + '", "arguments": ' }}
-{{- c.function.arguments + "}" }}{{ ", " if not loop.last }}{% endfor %}]{% endif %}{% endfor %}"""
 # The tokens of the instructions remain in calls.
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
@@ -412,8 +407,6 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (ROLES, "Well.", ("Well.", "", 0)),
     (OWN_ROLE, f"Well. <|my_call|>[{JSON_CALL}]", ("Well.", "", 1)),
     (NO_CALLS, f"Well. <|tool_call|>[{JSON_CALL}]<|/tool_call|>", ("Well.", "", 1)),
-    (FUNCTIONS, f"functools[{JSON_CALL}, {JSON_CALL}]", ("", "", 2)),
-    (FUNCTIONS, "Well.", ("Well.", "", 0)),
     # JSON or Python, whichever the template writes
     (HEADERS, "[a(x=7), a(x=7)]", ("", "", 2)),
     (HEADERS, "[b(x=7)]", ("[b(x=7)]", "", 0)),

@@ -64,9 +64,7 @@ class YieldPoints:
             self._end_first_forward(others)
 
     def _before_forward(self, *_: Any) -> None:
-        if self._others is None:
-            return
-        if self._is_first:
+        if self._others is None or self._is_first:
             self._is_first = False
             return
         self._end_first_forward(self._others)

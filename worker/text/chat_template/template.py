@@ -11,7 +11,6 @@ import copy
 import inspect
 import json
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product, takewhile
@@ -109,9 +108,8 @@ class ChatTemplate:
         self._reserved_names = self._find_reserved_names()
         for name in self._reserved_names & defaults.keys():
             raise ValueError(f"CHAT_TEMPLATE_KWARGS: {name} is not a variable of the template")
-        self._roles_with_parts, self._needs_functions = frozenset[str](), False
-        self._needs_functions = "functions" in variables and not self.try_render([QUESTION])
         # Some render content, or that of system messages, only as a list of parts.
+        self._roles_with_parts = frozenset[str]()
         question, system = ({"role": role, "content": CONTENT} for role in ("user", "system"))
         for messages, roles in (([question], ROLES), ([system, question], ("system",))):
             if self.try_render(messages).count(CONTENT) < len(messages):
@@ -353,9 +351,6 @@ class ChatTemplate:
         roles = self._roles_with_parts
         messages = [_as_parts(each) if each["role"] in roles else each for each in messages]
         options = {"tokenize": False, **variables}
-        if self._needs_functions:  # some templates take tools as text, and a date
-            functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-            options = {"functions": functions, "datetime": time.strftime("%Y-%m-%d"), **options}
         try:
             text = apply(messages, tools=list(tools) or None, **options)
         except TypeError:
