@@ -195,3 +195,19 @@ def test_an_own_forward_with_a_swapped_head_is_refused() -> None:
     projection.copy_(projection.roll(size, 1))
     with pytest.raises(CannotRun, match="logits differ"):
         check_own()
+
+
+def test_the_reference_runs_in_float32_only_when_needed_and_once() -> None:
+    runs = 0
+
+    def counted(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        nonlocal runs
+        runs += 1
+        return own(prompts)
+
+    reference = Reference(counted, PROMPTS)
+    reference.check(reference.logits, 0.01)
+    assert runs == 1
+    for _ in range(2):
+        reference.check([rounded(0.05, 10), rounded(0.05, 12)], 0.01)
+    assert runs == 2

@@ -598,3 +598,24 @@ def test_native_attention_with_other_logits_is_not_used(
     assert record.message.startswith("native attention refused: logits differ by")
     fallback = runner.language.fallbacks[-1]
     assert fallback.reason.startswith("logits differ by")
+
+
+def test_what_is_refused_for_its_logits_is_not_compiled_again() -> None:
+    tried: list[Any] = []
+
+    def check(compiled: Any) -> None:
+        tried.append(compiled)
+        raise CannotRun("logits differ")
+
+    with pytest.raises(CannotRun, match="logits differ"):
+        compile_model(Scaled(1.0), check)
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(("name", "waits"), [("llama", False), ("deepseek-v3", True)])
+def test_models_whose_native_layers_hold_other_weights_wait_for_the_build(
+    name: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(engine(name))
+    monkeypatch.setattr("worker.backends.native_attention.try_load_native_ops", lambda build: False)
+    assert runner._builds_later() is not waits

@@ -225,3 +225,19 @@ def test_api_keys_and_cache_salts_share_no_prefixes(
                         ran.append(sum(steps))
             assert ran[0] == ran[2] == ran[4]
             assert ran[1] == ran[3] == ran[5] < ran[0]
+
+
+@pytest.mark.parametrize("name", ["lasttoken", "mean"])
+def test_a_head_reads_the_last_state_alone_where_that_is_enough(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": name}))
+    forward, read = paged(embedder).runner.forward, []
+
+    def counting(batch: Any, sampled: Any) -> Any:
+        read.append(len(batch.rows))
+        return forward(batch, sampled)
+
+    monkeypatch.setattr(paged(embedder).runner, "forward", counting)
+    embed(embedder, TEXTS)
+    assert read == [len(TEXTS) if name == "lasttoken" else item_of(embedder, *TEXTS).tokens]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
@@ -224,3 +225,35 @@ def test_logprobs_have_the_bytes_of_split_characters(tmp_path: Path) -> None:
         assert data.decode(errors="replace") == delta.text
         shared += sum(token.raw != token.text.encode() for token in delta.logprobs)
     assert shared
+
+
+class ReadCounter(TorchFunctionMode):
+    """Counts the calls that read a tensor's values: on a GPU each waits for the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        self.reads += name in ("tolist", "item", "cpu", "__int__", "__float__", "__bool__")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_of_windows_reads_its_tokens_once(tmp_path: Path) -> None:
+    """Their number and their temperatures do not matter."""
+    engine = new_speech_engine()
+    for number, temperature in enumerate((0.0, 0.4, 0.8)):
+        path = saved(tmp_path, noise(2.0, number), f"{number}.wav")
+        engine.add(prepared(engine, TranscriptionInput(path, temperature=temperature)))
+    running = engine.runner.running
+    while len(running) < 3:
+        engine.step()
+    assert {window.temperature for window in running} == {0.0, 0.4, 0.8}
+    before = [len(window.tokens) for window in running]
+    with ReadCounter() as counter:
+        engine.runner.step(running)
+    assert [len(window.tokens) for window in running] == [count + 1 for count in before]
+    assert counter.reads == 2  # the other one is of ids on the host, by the timestamp rules

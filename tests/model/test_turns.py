@@ -258,3 +258,20 @@ def test_a_decoders_prompts_are_cut_to_the_time_beside_other_models(
     embedded(embedder, EmbeddingInput(TEXTS, 0))
     embedded(embedder, EmbeddingInput(TEXTS, 0), BusyModels())
     assert shared == [(False, math.inf), (True, MAX_TURN_S)]
+
+
+def test_the_prompts_of_generation_take_a_turn_per_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, limits = runner("text-generation", "llama-lm"), []
+
+    def fitting(self: StepTimes, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
+        limits.append((list(sizes), max_turn_s, layers))
+        return len(sizes)
+
+    monkeypatch.setattr(StepTimes, "fitting", fitting)
+    monkeypatch.setattr(run, "others", BusyModels())
+    serve(run, [item(text(6), **GREEDY, num_beams=3)])
+    [([size], max_turn_s, layers)] = limits
+    assert size % 3 == 0  # each beam has the prompt
+    assert (max_turn_s, layers) == (MAX_TURN_S, run.pipe.model.config.num_hidden_layers)
