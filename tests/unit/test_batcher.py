@@ -54,6 +54,8 @@ def test_the_wait_counts_from_the_acceptance_of_the_first_item() -> None:
         ({"tokens": 100}, [60, 50, 10], [[60], [50, 10]]),
         # padded ones have items of similar length, and the oldest
         ({"size": 3, "packs": False}, [50, 5, 48, 6, 52, 7], [[50, 48, 52], [5, 6, 7]]),
+        # whose padding counts: 90 would make it 3 x 90
+        ({"tokens": 100, "packs": False}, [10, 90, 11], [[10, 11], [90]]),
     ],
 )
 def test_a_batch_has_the_oldest_item_and_those_that_fit(

@@ -150,6 +150,29 @@ def test_trimmed_blocks_are_allocated_next() -> None:
     assert_sound(pool, [table])
 
 
+def test_unregistered_blocks_are_not_found() -> None:
+    pool = pool_of(8)
+    table = computed(pool, A + B)
+    pool.unregister(table)
+    assert found(pool, A + B) == []
+    assert pool.used == 2
+    pool.close(table)
+    again = computed(pool, A)
+    assert found(pool, A + B) == list(again.blocks)
+    assert_sound(pool, [again])
+
+
+def test_blocks_that_others_use_stay_registered() -> None:
+    pool = pool_of(8)
+    head = cached(pool, A)
+    broken = computed(pool, A + B)
+    other = opened(pool, [*A, 0])
+    pool.unregister(broken)
+    pool.close(broken)
+    assert found(pool, A + B) == head
+    assert_sound(pool, [other])
+
+
 def test_closing_a_table_drops_its_runner_state_while_a_step_holds_the_table() -> None:
     pool = pool_of(2)
     held = opened(pool, A)

@@ -124,32 +124,35 @@ async def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
     """With nothing to read it would send a comment, as on an idle connection."""
     waiting = list[Callable[[], None]]()
     client = client_of(readers=0, wake_reader=waiting.append)
-    with token_stream(client, choices=1) as stream:
-        choice = DeltaQueue(0)
-
-        def push(reason: Any = None) -> None:
-            choice.push(Delta(0, tokens=1, finish_reason=reason))
-            stream.push(choice)
-
-        push()
+    with token_stream(client, choices=2) as stream:
+        one, two = DeltaQueue(0), DeltaQueue(1)
+        one.push(Delta(0, tokens=1))
+        stream.push(one)
         await stream.read()
-        push()
-        assert await stream.read()
+        one.push(Delta(0, tokens=1))
+        two.push(Delta(1, tokens=1, finish_reason="stop"))
+        stream.push(one)
+        stream.push(two)
+        assert [delta.choice for delta in await stream.read()] == [0, 1]
         waiting.pop()()
         assert not stream.arrival.is_set()
-        push()
+        one.push(Delta(0, tokens=1))
+        stream.push(one)
         waiting.pop()()
         assert stream.arrival.is_set()
         await stream.read()
-        push()
+        one.push(Delta(0, tokens=1))
+        stream.push(one)
         assert len(stream.take()) == 1
-        stream.push(choice)  # of a token that was read meanwhile
+        stream.push(one)  # of a token that was read meanwhile
         waiting.pop()()
         assert not waiting
         assert not stream.arrival.is_set()
-        choice.push(Delta(0, tokens=1, finish_reason="stop"))
+        one.push(Delta(0, tokens=1))
+        stream.push(one)
+        one.push(Delta(0, tokens=1, finish_reason="stop"))
         stream.take()  # before the push
-        stream.push(choice)
+        stream.push(one)
         assert stream.arrival.is_set()
         assert not await stream.read()
         assert not stream.unfinished

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -396,6 +397,21 @@ def test_processes_open_a_new_database_at_the_same_time(
 
         with ThreadPoolExecutor(4) as pool:
             assert sum(future.result() for future in [pool.submit(opened) for _ in range(4)]) == 4
+
+
+def test_the_switch_to_a_write_ahead_log_is_repeated_while_another_process_switches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy, full = sqlite3.OperationalError("locked"), sqlite3.OperationalError("disk full")
+    busy.sqlite_errorcode, full.sqlite_errorcode = sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL
+    waits: list[float] = []
+    monkeypatch.setattr("server.apis.openai.database.time.sleep", waits.append)
+    database = Mock(execute=Mock(side_effect=[busy, busy, None]))
+    use_write_ahead_log(database)
+    assert len(waits) == 2
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        use_write_ahead_log(Mock(execute=Mock(side_effect=full)))
+    assert len(waits) == 2
 
 
 # ── events ──

@@ -342,14 +342,22 @@ def test_an_idle_worker_returns_memory_once_and_then_waits_without_a_timeout(
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
     monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.release())
     bench = start()
-    for work in (
-        lambda: None,  # after loading
-        lambda: bench.run_as_one_batch("a", "b"),
-        lambda: bench.worker.submit([]),  # the pool has refused all items
-    ):
-        work()
-        assert trimmed.acquire(timeout=60)
-        wait_until(lambda: bench.worker._wait_s() is None)
+    assert trimmed.acquire(timeout=60)  # after loading
+    wait_until(lambda: bench.worker._wait_s() is None)
+    bench.run_as_one_batch("a", "b")
+    assert trimmed.acquire(timeout=60)
+    wait_until(lambda: bench.worker._wait_s() is None)
+
+
+def test_memory_is_returned_after_a_refused_input_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = start()
+    trimmed = threading.Event()
+    monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.set())
+    bench.worker.submit([])  # the pool sends this when it has refused all items
+    assert trimmed.wait(60)
 
 
 class Interruptible(FakeRunner):
