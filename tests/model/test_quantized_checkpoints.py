@@ -128,7 +128,7 @@ def test_a_damaged_gguf_file_is_refused_in_one_sentence(size: int, tmp_path: Pat
 # ── served ──
 
 
-def needs(*packages: str) -> Any:
+def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 

@@ -82,7 +82,8 @@ Group = tuple[int, dict[str, Any]]  # a number of requests, and their owner
 
 def owners_of(groups: list[Group]) -> list[WorkOwner]:
     """Return an owner for each request."""
-    return [WorkOwner(**{"client": "a"} | of) for count, of in groups for _ in range(count)]
+    default: dict[str, Any] = {"client": "a"}
+    return [WorkOwner(**default | of) for count, of in groups for _ in range(count)]
 
 
 @dataclass(eq=False)

@@ -102,7 +102,7 @@ def get(**arguments: Any) -> tuple[str, Any]:
     return "get", arguments
 
 
-PUT = ("put", {})
+PUT: tuple[str, Any] = ("put", {})
 TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
         "coder",

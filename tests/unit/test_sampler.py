@@ -454,7 +454,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 def test_a_mixed_step_takes_few_operations(kinds: list[dict[str, Any]], most: int) -> None:
     logits = normal(16, 64 * BLOCK)
     rows = [row(seed=n, **kinds[n % len(kinds)]) for n in range(16)]
-    with CountedOperations() as operations:
+    with CountedOperations() as operations:  # type: ignore[no-untyped-call]
         sampler.sample(logits, rows)
     assert operations.count <= most
 

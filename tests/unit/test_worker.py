@@ -491,13 +491,13 @@ def test_the_watchdogs_time_counts_from_the_last_forward_pass(start: Start) -> N
     times: list[tuple[float, float]] = []
 
     def measured(texts: list[str]) -> None:
-        before = bench.worker.busy_since
-        bench.runner.others.run_steps()
-        times.append((before, bench.worker.busy_since))
+        before = watched.worker.busy_since
+        watched.runner.others.run_steps()
+        times.append((before, watched.worker.busy_since))
 
-    bench = start(FakeRunner(measured))
-    bench.submit("a")
-    bench.wait_for(1)
+    watched = start(FakeRunner(measured))
+    watched.submit("a")
+    watched.wait_for(1)
     [(before, after)] = times
     assert before < after < float("inf")
 
