@@ -16,7 +16,13 @@ from batching.fair_share import WorkOwner
 from batching.request_queue import FairQueue, RequestQueue
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import Deadlines, IncomingRequest, Submission
+from server.core.worker_client import (
+    FEW_READERS,
+    Deadlines,
+    IncomingRequest,
+    Submission,
+    WorkerClient,
+)
 from tests.fake_generator import DeltaQueue
 from worker.messages.deltas import MAX_UNREAD, Delta, DeltaPart
 
@@ -86,6 +92,27 @@ async def test_read_returns_the_deltas_before_a_failure() -> None:
         assert stream.unfinished
         with pytest.raises(ItemFailed):
             await stream.read()
+
+
+async def test_few_readers_wake_at_once_and_many_together() -> None:
+    client, timers = WorkerClient.__new__(WorkerClient), list[Any]()
+    later: Any = SimpleNamespace(call_later=lambda seconds, wake: timers.append(wake))
+    client.loop, client.readers, client._to_wake = later, FEW_READERS, {}
+    one, two = asyncio.Event(), asyncio.Event()
+    client.wake_reader(one.set)
+    assert one.is_set()
+    one.clear()
+    client.readers += 1
+    for arrival in (one, two, one):
+        client.wake_reader(arrival.set)
+    assert not one.is_set()
+    assert len(timers) == 1
+    timers.pop()()
+    assert one.is_set()
+    assert two.is_set()
+    one.clear()
+    client.wake_reader(one.set)
+    assert len(timers) == 1
 
 
 def token_stream(client: Any, choices: int) -> TokenStream:
