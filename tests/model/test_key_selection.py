@@ -18,7 +18,7 @@ from tests import generating
 from tests.generating import ORDINARY, Driver, request
 from tests.matrix import matrix
 from tests.tiny import SMALL, hf
-from tests.tiny_decoders import CONTEXT, decoder, small_settings
+from tests.tiny_decoders import CONTEXT, decoder
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.backends.cached_runner import CachedRunner
 from worker.device.self_check import CannotRun, narrowed
@@ -29,11 +29,26 @@ from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 from worker.model.paging import PagingCheck
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 
 def builders(keys: int) -> dict[str, Callable[[], list[Any]]]:
     """Return builders of models whose attention selects about so many keys."""
     index = {"index_topk": keys, "index_head_dim": 16, "index_n_heads": 4}
-    latent = {**index, "v_head_dim": 12, "n_group": 1}
+    latent = {**LATENT, **index}
     return {
         "deepseek-v3.2": decoder("DeepseekV32Config", **latent, first_k_dense_replace=1),
         "glm-moe-dsa": decoder("GlmMoeDsaConfig", **latent, first_k_dense_replace=1),
@@ -98,13 +113,12 @@ def multimodal_decoder(config: str, **text: Any) -> Callable[[], list[Any]]:
 
     def build() -> list[Any]:
         tokenizer = llama_tokenizer()
-        small = small_settings(getattr(hf, config).sub_configs["text_config"].__name__)
-        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+        sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
         vision = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
         vision |= {"num_attention_heads": 2, "num_hidden_layers": 1}
         settings = getattr(hf, config)(
-            text_config={**SMALL, **small, **sizes, **ids, **text},
+            text_config={**sizes, **ids, **text},
             vision_config={**vision, "depth": 1, "out_hidden_size": SMALL["hidden_size"]},
         )
         return [hf.AutoModelForImageTextToText.from_config(settings), tokenizer]
