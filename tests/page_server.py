@@ -17,7 +17,6 @@ from tests.serving import Server, serving
 from worker.messages.scoring import EmbeddingOutput
 
 KEY = "the-key"
-GENERATOR = FakeGenerator()  # of the servers for tests in a browser
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/webp,*/*;q=0.8"
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.page_server import GENERATOR, KEY, other_origin, serving_all
+from tests.page_server import KEY, other_origin, serving_all
 from tests.serving import Server, metric, serving
 
 
@@ -18,8 +19,13 @@ def elsewhere() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def server(browser: Any, elsewhere: int) -> Iterator[Server]:
-    with serving_all(GENERATOR, cors_origins=(f"http://127.0.0.1:{elsewhere}",)) as server:
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, elsewhere: int, generator: FakeGenerator) -> Iterator[Server]:
+    with serving_all(generator, cors_origins=(f"http://127.0.0.1:{elsewhere}",)) as server:
         yield server
 
 
@@ -43,14 +49,16 @@ def test_a_page_of_an_allowed_origin_can_call(visitor: Any, server: Server, else
     visitor.problems.ignore_status(401)
 
 
-def test_a_page_of_another_origin_cannot(visitor: Any, server: Server, elsewhere: int) -> None:
+def test_a_page_of_another_origin_cannot(
+    visitor: Any, server: Server, elsewhere: int, generator: FakeGenerator
+) -> None:
     visitor.goto(f"http://localhost:{elsewhere}/")
-    before = len(GENERATOR.payloads)
+    before = len(generator.payloads)
     refused = visitor.evaluate(
         f"args => ({FETCH})(args).catch(error => error.name)", [server.url, KEY]
     )
     assert refused == "TypeError"
-    assert len(GENERATOR.payloads) == before
+    assert len(generator.payloads) == before
     assert all(
         "CORS" in message or "ERR_FAILED" in message for message in visitor.problems.messages
     )

@@ -2,17 +2,20 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.page_server import GENERATOR, KEY, open_page
+from tests.fake_generator import FakeGenerator
+from tests.page_server import KEY, open_page, serving_all
 from tests.process.test_page_in_browser import send
 from tests.serving import Server
 
 # The default check has test_page_in_browser.py and test_page_modules.py.
 pytestmark = pytest.mark.matrix
 
+GENERATOR = FakeGenerator()
 SEER = {
     "id": "seer",
     "root": "seer",
@@ -33,6 +36,17 @@ KEPT = """async text => {
     const [newest] = await listConversations();
     return newest && JSON.stringify(await loadConversation(newest.id)).includes(text);
 }"""
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any) -> Iterator[Server]:
+    with serving_all(GENERATOR) as server:
+        yield server
+
+
+@pytest.fixture
+def page(visitor: Any, server: Server) -> Any:
+    return open_page(visitor, server)
 
 
 def composer(page: Any) -> Any:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.page_server import KEY, open_page
+from tests.fake_generator import FakeGenerator
+from tests.page_server import KEY, open_page, serving_all
 from tests.processes import ROOT
 from tests.serving import Server
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any) -> Iterator[Server]:
+    with serving_all(FakeGenerator()) as server:
+        yield server
 
 
 @pytest.fixture
