@@ -13,9 +13,9 @@ from tests.tiny import folder
 
 @pytest.fixture(scope="module")
 def server(browser: Any) -> Iterator[Server]:
-    options: dict[str, Any] = {"chat_model": str(folder("llama-lm")), "device": "cpu"}
     model = f"tts={folder('vits-noisy')}"
-    with serving(pipeline_model=model, pipeline_task="text-to-audio", **options) as server:
+    options: dict[str, Any] = {"pipeline_task": "text-to-audio", "device": "cpu"}
+    with serving(load_chat=FakeGenerator, pipeline_model=model, **options) as server:
         yield server
 
 
