@@ -142,7 +142,7 @@ class OutputFormat:
 
 DEFAULT_REASONING: Pair = ("<think>", "</think>")
 
-# Texts around calls that need none: <|python_tag|>, <tool_call>, [TOOL_CALLS], or a block of code
+# What models write around calls without delimiters: <|python_tag|>, [TOOL_CALLS], a code fence
 WRAPPER = r"(?:<\|?/?\w{1,40}\|?>|\[/?[A-Z_]{2,40}\]|```\w{0,20})"
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
@@ -276,7 +276,7 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
         opening = rf"{_flexible_pattern(opens)}\s*" if opens else ""
         if opens and calls.arguments.style == "json":
-            middle = rf"(?:{middle}|(?=\{{))"  # some models leave out what stands before JSON
+            middle = rf"(?:{middle}|(?=\{{))"  # some models omit the delimiter before JSON
         pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
     opening_call = partial(

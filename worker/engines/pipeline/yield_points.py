@@ -26,7 +26,8 @@ class StepCancelled(Exception):
 class YieldPoints:
     """Hooks on a model, which do something only inside of `with yield_points.active(...)`.
 
-    `decoder`: a part without hooks. Its engine's steps may run at the yield points, too."""
+    `decoder`: a part without hooks. Its engine's steps may run at the yield points, too, and all
+    of them after half of MAX_TURN_S."""
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module | None = None) -> None:
         self._clock: Callable[[], float] = time.monotonic
@@ -39,7 +40,7 @@ class YieldPoints:
         # entered while other models run
         self.outside: Callable[[], AbstractContextManager[object]] = nullcontext
         self._runs_own = decoder is not None
-        self._max_turn_s = MAX_TURN_S / 2 if decoder else MAX_TURN_S  # and a product
+        self._max_turn_s = MAX_TURN_S / 2 if decoder else MAX_TURN_S
         left_out = {*decoder.modules()} if decoder else set()
         for inner in {*innermost_models(model)} - left_out:
             inner.register_forward_pre_hook(self._before_forward)
