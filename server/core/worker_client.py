@@ -51,6 +51,7 @@ MAX_GROUP = 32
 # While more streams are read, their readers wake together, so many seconds after the first delta or
 # so many for each of them: an event costs the loop as much for several tokens as for one.
 FEW_READERS, WAKE_INTERVAL_S, READER_INTERVAL_S = 32, 0.02, 0.0002
+MAX_WOKEN = 16  # readers before the loop serves others
 # A longer text takes a pool thread more than 0.1 s.
 LONG_CHARS = 1 << 17
 RawOutput = tuple[WorkItem, object]
@@ -198,9 +199,14 @@ class WorkerClient:
         self._to_wake[wake] = None
 
     def _wake_readers(self) -> None:
-        to_wake, self._to_wake = self._to_wake, {}
-        for wake in to_wake:
+        to_wake, self._to_wake = [*self._to_wake], {}
+        self._wake_groups(to_wake)
+
+    def _wake_groups(self, to_wake: list[Callable[[], None]]) -> None:
+        for wake in to_wake[:MAX_WOKEN]:
             wake()
+        if others := to_wake[MAX_WOKEN:]:
+            self.loop.call_soon(self._wake_groups, others)
 
     # ── requests ──
 
