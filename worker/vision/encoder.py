@@ -12,10 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from worker.model.decoder_hook import DecoderHook, DecoderRows, split_by_item
 from worker.model.paged_runner import PagedRunner
@@ -25,6 +27,8 @@ MAX_FEATURES_BYTES = 16 << 20
 MAX_ROWS_BYTES = 256 << 20
 ENTRY_BYTES = 1 << 10  # of an entry beside its tensors
 MAX_MULTIPLICATIONS = 1 << 32  # of a part of a product: some 0.05 s on two cores
+CONVOLUTIONS = {functional.conv1d, functional.conv2d, functional.conv3d}
+OPERATIONS = CONVOLUTIONS | {functional.linear, functional.scaled_dot_product_attention}
 
 V = TypeVar("V")
 
@@ -105,6 +109,46 @@ class VisionEncoder:
         for item, rows in zip(items, encoded, strict=True):
             self.cache.rows.put(item.digest, rows, sum(tensor.nbytes for tensor in rows.values()))
         return encoded
+
+
+class YieldingOperations(TorchFunctionMode):
+    """Calls `before_operation` before each operation that may take long. Attention over many rows
+    of a batch is computed in parts."""
+
+    def __init__(self, before_operation: Callable[[], None]) -> None:
+        super().__init__()
+        self._before_operation = before_operation
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in OPERATIONS:
+            self._before_operation()
+        if function is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        attend, size = functional.scaled_dot_product_attention, len(query)
+        parts = min(size, 2 * query.numel() * key.shape[-2] // MAX_MULTIPLICATIONS + 1)
+        if parts < 2 or query.device.type != "cpu":
+            return attend(query, key, value, attn_mask, **options)
+        inputs = [x.tensor_split(parts) for x in (query, key, value)]
+        masks: Sequence[Tensor | None] = [attn_mask] * parts
+        if attn_mask is not None and attn_mask.dim() == query.dim() and len(attn_mask) == size:
+            masks = attn_mask.tensor_split(parts)
+        outputs = []
+        for part in zip(*inputs, masks, strict=True):
+            self._before_operation()
+            outputs.append(attend(*part, **options))
+        return torch.cat(outputs)
 
 
 def divide_products(modules: Iterable[nn.Module], before_part: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from batching.sequence import Sequence as GeneratedSequence
 from worker.engines.pipeline.yield_points import YieldPoints
 from worker.error_classification import run_in_halves
 from worker.messages.protocol import OtherModels
-from worker.vision.encoder import VisionEncoder
+from worker.vision.encoder import VisionEncoder, YieldingOperations
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import MultimodalItem
 
@@ -59,7 +59,8 @@ class EncoderScheduler:
             batch = _first_batch(jobs, 1 if one_by_one else self._max_batch(jobs[0].item))
             self._is_encoding = True
             try:
-                with self._yield_points.active(others):
+                before_operation = self._yield_points.before_layer
+                with self._yield_points.active(others), YieldingOperations(before_operation):
                     self._encode(batch)
             finally:
                 self._is_encoding = False

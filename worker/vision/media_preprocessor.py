@@ -56,9 +56,9 @@ class MediaPreprocessor:
         """Return a scheduler of the encoder, with an empty cache."""
         self.cache, model = EncoderCache(), cast(Any, runner.language.model)
         if not self._yield_points:
-            self._yield_points = YieldPoints(model, decoder := model.get_decoder())
+            self._yield_points = YieldPoints(None)
             if model.device.type == "cpu":
-                modules = {*model.modules()} - {*decoder.modules()}
+                modules = {*model.modules()} - {*model.get_decoder().modules()}
                 divide_products(modules, self._yield_points.before_layer)
         encoder = VisionEncoder(runner, self.cache)
         return EncoderScheduler(encoder, self._yield_points, on_failure)

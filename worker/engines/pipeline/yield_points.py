@@ -26,10 +26,10 @@ class StepCancelled(Exception):
 class YieldPoints:
     """Hooks on a model, which do something only inside of `with yield_points.active(...)`.
 
-    `decoder`: a part without hooks. Its engine's steps may run at the yield points, too, and all
-    of them after half of MAX_TURN_S."""
+    `model`: None for the part before a decoder, whose operations are yield points (encoder.py). All
+    steps may run at these, also the decoder's own, after half of MAX_TURN_S."""
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module | None = None) -> None:
+    def __init__(self, model: PreTrainedModel | None) -> None:
         self._clock: Callable[[], float] = time.monotonic
         self._others: OtherModels | None = None  # None: not active
         self._is_wanted: Callable[[], bool] = lambda: True
@@ -39,12 +39,11 @@ class YieldPoints:
         self.first_forward_s = 0.0  # of the last step, without the steps of other models
         # entered while other models run
         self.outside: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._runs_own = decoder is not None
-        self._max_turn_s = MAX_TURN_S / 2 if decoder else MAX_TURN_S
-        left_out = {*decoder.modules()} if decoder else set()
-        for inner in {*innermost_models(model)} - left_out:
+        self._runs_own = model is None
+        self._max_turn_s = MAX_TURN_S if model else MAX_TURN_S / 2
+        for inner in innermost_models(model) if model else ():
             inner.register_forward_pre_hook(self._before_forward)
-        modules = (module for module in model.modules() if module not in left_out)
+        modules = model.modules() if model else ()
         stacks = [[*module] for module in modules if isinstance(module, nn.ModuleList)]
         self.depth = max(map(len, stacks), default=1)  # layers of the longest stack
         for layer in dict.fromkeys(itertools.chain(*stacks)):
