@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import (
     FEW_READERS,
+    MAX_WOKEN,
     Deadlines,
     IncomingRequest,
     Submission,
@@ -113,6 +115,22 @@ async def test_few_readers_wake_at_once_and_many_together() -> None:
     one.clear()
     client.wake_reader(one.set)
     assert len(timers) == 1
+
+
+def test_many_readers_wake_in_groups_between_which_the_loop_serves_others() -> None:
+    client, due = WorkerClient.__new__(WorkerClient), list[Any]()
+    loop: Any = SimpleNamespace(
+        call_later=lambda seconds, wake: due.append(wake),
+        call_soon=lambda wake, *arguments: due.append(partial(wake, *arguments)),
+    )
+    client.loop, client.readers, client._to_wake = loop, FEW_READERS + 1, {}
+    arrivals = [asyncio.Event() for _ in range(2 * MAX_WOKEN + 1)]
+    for arrival in arrivals:
+        client.wake_reader(arrival.set)
+    for woken in (MAX_WOKEN, 2 * MAX_WOKEN, len(arrivals)):
+        due.pop()()
+        assert [arrival.is_set() for arrival in arrivals].count(True) == woken
+    assert not due
 
 
 def token_stream(client: Any, choices: int) -> TokenStream:
