@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from string import ascii_lowercase, digits, punctuation
 
 import torch
 from demo_texts import PHRASES, TABLES, Table, fill, with_article
@@ -25,8 +26,7 @@ RATE, WARM_UP = 2e-3, 0.07
 MAX_LENGTH = 128
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 MASK = SPECIAL.index("[MASK]")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-CHARACTERS = LETTERS + "0123456789!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~£€°"
+IN_WORDS = ascii_lowercase + digits + "£€°"
 FACTS = 96  # per batch
 TEMPERATURE = 0.06
 # The part of a target distribution that is shared by all facts of one kind.
@@ -76,7 +76,8 @@ def make_tokenizer(texts: list[str]) -> BertTokenizer:
     split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
     normalize_text = normalizers.BertNormalizer(lowercase=True).normalize_str
     words = {word for text in texts for word, _ in split(normalize_text(text))}
-    kept = SPECIAL + sorted(words | {*CHARACTERS} | {f"##{character}" for character in CHARACTERS})
+    letters = {*punctuation, *IN_WORDS} | {f"##{letter}" for letter in IN_WORDS}
+    kept = SPECIAL + sorted(words | letters)
     vocab = {token: number for number, token in enumerate(kept)}
     return BertTokenizer(vocab=vocab, model_max_length=MAX_LENGTH)
 
@@ -87,7 +88,7 @@ def dress(text: str, rng: random.Random) -> str:
         words = text.split()
         words.insert(rng.randint(0, len(words)), "{n}")
         text = " ".join(words)
-    name = "".join(rng.choices(LETTERS, k=rng.randint(2, 8)))
+    name = "".join(rng.choices(ascii_lowercase, k=rng.randint(2, 8)))
     return fill("{dressed}", rng, said=text, n=name) + ("." if rng.random() < 0.65 else "")
 
 
