@@ -91,10 +91,8 @@ def parse_table(paragraph: str) -> Table:
 
 PHRASES["swapped_opposites"] = [" ".join(fact.split()[::-1]) for fact in PHRASES["opposites"]]
 TABLES = [*map(parse_table, (FOLDER / "tables.txt").read_text().strip().split("\n\n"))]
-SUBJECTS: dict[str, tuple[float, str]] = {}  # the weight, and the reasoning before an answer
-for line in PHRASES["subjects"]:
-    subject, weight, reasoning = line.split(": ")
-    SUBJECTS[subject] = (float(weight), reasoning)
+# The weight of each subject, and the reasoning before an answer.
+SUBJECTS = {name: rest for name, *rest in (line.split(": ") for line in PHRASES["subjects"])}
 PROPER_NOUNS = {*PHRASES["day"], *PHRASES["month"], "mars", "venus", "jupiter"}
 for words in facts("capitals") + facts("united_kingdom") + facts("languages"):
     PROPER_NOUNS |= {words["x"], words["y"]}
@@ -160,17 +158,18 @@ def framed(question: str, rng: random.Random) -> str:
 
 
 def ask(table: Table, words: dict[str, str], rng: random.Random) -> str:
-    asked = (
-        "{noun_questions}" if "nouns" in table.sections and rng.random() < 0.5 else "{questions}"
-    )
+    by_noun = "nouns" in table.sections and rng.random() < 0.5
+    asked = "{noun_questions}" if by_noun else "{questions}"
     question = sentence(fill(asked, rng, table.sections, **words))
-    is_talk = table.first("subject") == "talk"
-    return typed(question if is_talk or rng.random() > 0.25 else framed(question, rng), rng)
+    if table.first("subject") != "talk" and rng.random() < 0.25:
+        question = framed(question, rng)
+    return typed(question, rng)
 
 
 def turns(rng: random.Random, subject: str = "") -> tuple[list[Turn], str]:
     """Return questions about one table with their answers, and the reasoning for the last one."""
-    subject = subject or rng.choices([*SUBJECTS], [weight for weight, _ in SUBJECTS.values()])[0]
+    weights = [float(weight) for weight, _ in SUBJECTS.values()]
+    subject = subject or rng.choices([*SUBJECTS], weights)[0]
     asked = [table for table in TABLES if "questions" in table.sections]
     tables = [table for table in asked if table.first("subject", "fact") == subject]
     table = rng.choices(tables, [table.weight for table in tables])[0]
@@ -178,8 +177,11 @@ def turns(rng: random.Random, subject: str = "") -> tuple[list[Turn], str]:
     said: list[Turn] = []
     for fact in rng.sample(table.facts, count):
         words = {slot: cased(word) for slot, word in fact.items()}
-        follow_up = sentence(fill("{follow_ups}", rng, table.sections, **words)) if said else ""
-        question = typed(follow_up, rng) if said else ask(table, words, rng)
+        if said:
+            follow_up = fill("{follow_ups}", rng, table.sections, **words)
+            question = typed(sentence(follow_up), rng)
+        else:
+            question = ask(table, words, rng)
         said.append((question, sentence(fill("{answer}", rng, table.sections, **words))))
     if "nouns" in table.sections and rng.random() < 0.06:
         unknown = dict.fromkeys(("x", "xs", "y", "z"), fill("{unknown_word}", rng))
