@@ -79,7 +79,7 @@ class Table(NamedTuple):
 
     @property
     def weight(self) -> float:
-        return len(self.facts) ** 0.6 * int(self.first("times", "1"))
+        return float(len(self.facts) ** 0.6 * int(self.first("times", "1")))
 
 
 def parse_table(paragraph: str) -> Table:
@@ -107,7 +107,7 @@ def cased(word: str) -> str:
 PHRASES["capital"] = [cased(words["y"]) for words in facts("capitals")]
 
 
-def fill(text: str, rng: random.Random, own: Phrases | None = None, **words: str) -> str:
+def fill(text: str, rng: random.Random, own: Phrases | None = None, /, **words: str) -> str:
     """Fill the slots with words, with phrases of one's own, or with those of the files. Words and
     phrases may have slots too."""
     known = ChainMap({slot: [word] for slot, word in words.items()}, own or {}, PHRASES)
