@@ -80,7 +80,7 @@ def make_example(
         text = "<|startofprev|>" + words(digits, spoken) + text
     ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     heard = f"<|{voice}|>" if phrases else "<|nospeech|>"
-    start, known = tokenizer.convert_tokens_to_ids(["<|startoftranscript|>", heard])
+    start, known = map(tokenizer.convert_tokens_to_ids, ("<|startoftranscript|>", heard))
     at = ids.index(start)
     labels = [-100] * at + [known, -100] + ids[at + 3 :]
     end = WINDOW_S
