@@ -9,23 +9,10 @@ from typing import Any
 import environment
 from bench_servers import in_own_process
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 4096,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    },
-    "qwen3-0.6b": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    },
-}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+SHAPES = [name for name in CONFIGS if name.startswith("qwen3")]  # of chat models
 DEMO = environment.ROOT / "worker" / "demo"
-IMAGE_SIDE, IMAGE_VOCABULARY = 512, 49280  # pixels, tokens
+IMAGE_SIDE = CONFIGS["smolvlm"]["vision_config"]["image_size"]  # pixels
 IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 TILE_TOKENS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 TEMPLATE = (
@@ -41,7 +28,7 @@ hf: Any = importlib.import_module("transformers")  # untyped in part
 
 
 def make_model(name: str) -> str:
-    """Return the folder of `bert-base`, `whisper-base`, `smolvlm` or a shape of SHAPES."""
+    """Return the folder of a model of bench_models.json."""
     folder = Path(tempfile.gettempdir()) / f"onequeue-bench-{name}"
     if not (folder / "config.json").exists():
         in_own_process(save, name, folder)
@@ -58,7 +45,7 @@ def save(name: str, folder: Path) -> None:
     for part in reversed(make()):  # the model last, with config.json
         part.save_pretrained(folder)
         if name == "smolvlm":
-            fill_vocabulary(folder, IMAGE_VOCABULARY)
+            fill_vocabulary(folder, CONFIGS[name]["text_config"]["vocab_size"])
 
 
 def save_qwen3(shape: str, folder: Path) -> None:
@@ -67,7 +54,7 @@ def save_qwen3(shape: str, folder: Path) -> None:
 
     tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "chat"))
     config = hf.Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=40960, dtype="bfloat16", bos_token_id=None,
+        **CONFIGS[shape], max_position_embeddings=40960, dtype="bfloat16", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -93,7 +80,7 @@ def bert() -> list[Any]:
     """Return a model of bert-base's shape with the demo's tokenizer."""
     tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "fill-mask"))
     tokenizer.model_max_length = 512
-    return [hf.BertForMaskedLM(hf.BertConfig(vocab_size=30522)), tokenizer]
+    return [hf.BertForMaskedLM(hf.BertConfig(**CONFIGS["bert-base"])), tokenizer]
 
 
 def whisper() -> list[Any]:
@@ -103,7 +90,6 @@ def whisper() -> list[Any]:
 
     words = sorted(ByteLevel.alphabet())
     words += [f"Ġw{number}" for number in range(len(words), 50257)]
-    end, start = 50257, 50258
     vocabulary = {word: number for number, word in enumerate([*words, "<|endoftext|>"])}
     tokenizer = hf.WhisperTokenizer(vocab=vocabulary, merges=[], pad_token="<|endoftext|>")
     languages = [f"<|{code}|>" for code in list(LANGUAGES)[:99]]
@@ -112,12 +98,7 @@ def whisper() -> list[Any]:
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([f"<|{number * 0.02:.2f}|>" for number in range(1501)])
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
-    token_ids = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
-    token_ids |= {"decoder_start_token_id": start}
-    sizes = {f"{side}_layers": 6 for side in ("encoder", "decoder")}
-    sizes |= {f"{side}_attention_heads": 8 for side in ("encoder", "decoder")}
-    sizes |= {f"{side}_ffn_dim": 2048 for side in ("encoder", "decoder")}
-    config = hf.WhisperConfig(vocab_size=len(tokenizer), d_model=512, **sizes, **token_ids)
+    config = hf.WhisperConfig(vocab_size=len(tokenizer), **CONFIGS["whisper-base"])
     model = hf.WhisperForConditionalGeneration(config)
     model.generation_config = hf.GenerationConfig(
         max_new_tokens=100,
@@ -126,7 +107,7 @@ def whisper() -> list[Any]:
         task_to_id={task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")},
         no_timestamps_token_id=ids["<|notimestamps|>"],
         max_initial_timestamp_index=50,
-        **token_ids,
+        **{name: id for name, id in CONFIGS["whisper-base"].items() if name.endswith("_token_id")},
     )
     return [model, tokenizer, hf.WhisperFeatureExtractor()]
 
@@ -140,21 +121,11 @@ def smolvlm() -> list[Any]:
     tokenizer.add_tokens([*IMAGE_TOKENS, *TILE_TOKENS], special_tokens=True)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     config = hf.Idefics3Config(
-        vision_config={
-            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-            "num_attention_heads": 12, "image_size": IMAGE_SIDE, "patch_size": 16,
-        },
-        text_config=hf.LlamaConfig(
-            vocab_size=IMAGE_VOCABULARY, hidden_size=576, intermediate_size=1536,
-            num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad,
-        ).to_dict(),
+        **CONFIGS["smolvlm"],
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=4,
-        tie_word_embeddings=True,
         pad_token_id=pad,
-    )  # fmt: skip
+    )
+    config.text_config.update({"eos_token_id": end, "pad_token_id": pad})
     model = hf.Idefics3ForConditionalGeneration(config).to(torch.bfloat16)
     model.generation_config = hf.GenerationConfig(eos_token_id=end, pad_token_id=pad)
     processor = hf.Idefics3Processor(

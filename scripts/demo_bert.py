@@ -1,7 +1,5 @@
 """The fill-mask and the embedding demo model, on sentences: facts in many phrasings, and stories.
 
-A tilde marks a word that training may mask, {n} stands for any name.
-
 Fill-mask learns to restore a hidden word. The embedding model gives phrasings of one fact similar
 vectors. Its loss includes the first 16 and 32 numbers of a vector alone (Matryoshka), so that
 requests may set `dimensions`. No file configures its pooling, since the normalized mean is the
@@ -11,13 +9,14 @@ default.
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from string import ascii_lowercase, digits, punctuation
 
 import torch
-from demo_corpus import CYCLES, TEXTS, drawn, pairs, phrases, plural, with_article
+from demo_texts import PHRASES, TABLES, Table, fill, with_article
 from demo_training import SEED, Demo, one_cycle, refuse_known, untrained
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import normalizers, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import BertForMaskedLM, BertModel, BertTokenizer
@@ -26,9 +25,8 @@ ROWS = 112  # sentences per batch
 RATE, WARM_UP = 2e-3, 0.07
 MAX_LENGTH = 128
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-PAD, UNK, CLS, SEP, MASK = range(5)
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-OTHERS = "0123456789!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~£€°"
+MASK = SPECIAL.index("[MASK]")
+IN_WORDS = ascii_lowercase + digits + "£€°"
 FACTS = 96  # per batch
 TEMPERATURE = 0.06
 # The part of a target distribution that is shared by all facts of one kind.
@@ -38,111 +36,60 @@ SAME_KIND_SHARE = 0.1
 # ── sentences ──
 
 
-def say(sayings: str, **words: str) -> list[str]:
-    """Fill every phrasing; a tilde marks the words that training may mask."""
-    marked = {slot: re.sub(r"(\w+)$", r"~\1", word) for slot, word in words.items()}
-    return [with_article(saying.format(**marked)) for saying in phrases(sayings)]
+def plain(text: str) -> str:
+    return text.replace("~", "").replace("{n}", "")
 
 
-def tables() -> Iterator[tuple[str, list[str]]]:
-    """Yield a group and the phrasings of each fact."""
-    for line in TEXTS["sentence_tables"].splitlines():
-        group, sayings, names = line.split()
-        for x, y in pairs(";".join(TEXTS[name] for name in names.split(";"))):
-            yield group, say(TEXTS[sayings], x=x, y=y, xs=plural(x))
-
-
-def cycle(kind: str) -> Iterator[list[str]]:
-    """Yield the phrasings of the order of two or three days, months or seasons."""
-    names = CYCLES[kind]
-    for x, y, z in zip(names, names[1:] + names, names[2:] + names, strict=False):
-        texts = say(TEXTS["next_sayings"], k=kind, x=x, y=y, z=z)
-        yield texts + (say(TEXTS["day_sayings"], x=x, y=y) if kind == "day" else [])
-
-
-def calendar() -> Iterator[str]:
-    yield from say("{x} and {y} are the weekend", x="saturday", y="sunday")
-    for kind, names in CYCLES.items():
-        yield from (text for texts in cycle(kind) for text in texts)
-        whole = "week" if kind == "day" else "year"
-        for nth, x in [*zip(TEXTS["ordinals"].split(), names, strict=False), ("last", names[-1])]:
-            yield from say(TEXTS["nth_sayings"], n=nth, k=kind, w=whole, x=x)
-
-
-def arithmetic() -> Iterator[str]:
-    for names in (TEXTS["numbers"].split(), [str(n) for n in range(21)]):
-        for a in range(11):
-            for b in range(11):
-                yield from say(TEXTS["sum_sayings"], a=names[a], b=names[b], c=names[a + b])
-                if 0 < a < 6 and 0 < b < 5:
-                    yield from say(TEXTS["times_sayings"], a=names[a], b=names[b], c=names[a * b])
-        for x, y, z in zip(names, names[1:], names[2:], strict=False):
-            yield from say(TEXTS["next_sayings"], k="number", x=x, y=y, z=z)
+def told() -> Iterator[tuple[Table, list[str]]]:
+    """Yield the phrasings of each fact, with marks, and its table."""
+    for table in (table for table in TABLES if "sayings" in table.sections):
+        sayings = [text for name in table.sections["sayings"] for text in PHRASES[name]]
+        for fact in table.facts:
+            own = {slot: table.first(slot) for slot in "kw"}
+            marked = {slot: re.sub(r"(\w+)$", r"~\1", word) for slot, word in (own | fact).items()}
+            yield table, [with_article(saying.format(**marked)) for saying in sayings]
 
 
 def sentences(rng: random.Random) -> dict[str, list[str]]:
-    story = [TEXTS[f"story_{part}"] for part in range(4)]
-    stories = [[rng.choice(phrases(part)) for part in story] for _ in range(2000)]
     groups = {
-        "calendar": [*calendar()],
-        "arithmetic": [*arithmetic()],
-        "plain": phrases(TEXTS["plain"]) * 4,
-        "stories": [" ".join(story[: rng.randint(2, 4)]) for story in stories],
+        "plain": PHRASES["plain"] * 4,
+        "stories": [fill("{story}", rng, n="{n}") for _ in range(2000)],
     }
-    for group, texts in tables():
-        groups.setdefault(group, []).extend(texts)
+    for table, texts in told():
+        groups.setdefault(table.first("group"), []).extend(texts)
     return groups
 
 
 def facts() -> list[tuple[str, list[str]]]:
-    """Return the kind of each fact, and its phrasings."""
-    collected = [*tables(), *((kind, texts) for kind in CYCLES for texts in cycle(kind))]
-    collected += [("plain", [text]) for text in phrases(TEXTS["plain"])]
-    return [(kind, [plain(text) for text in texts]) for kind, texts in collected]
-
-
-def plain(text: str) -> str:
-    return text.replace("~", "").replace("{n}", "")
+    """Return the kind of each fact, and its phrasings; sums are not among them."""
+    known = [(table, texts) for table, texts in told() if table.first("group") != "arithmetic"]
+    kinds = [(table.first("k", table.first("group")), texts) for table, texts in known]
+    kinds += [("plain", [text]) for text in PHRASES["plain"]]
+    return [(kind, [plain(text) for text in texts]) for kind, texts in kinds]
 
 
 # ── fill-mask ──
 
 
 def make_tokenizer(texts: list[str]) -> BertTokenizer:
-    """Train WordPiece, then drop the tokens that no text uses, which would stay untrained."""
-    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer = normalizers.BertNormalizer(lowercase=True)
-    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=20_000,
-        min_frequency=1,
-        special_tokens=SPECIAL,
-        initial_alphabet=list(LETTERS + OTHERS),
-        continuing_subword_prefix="##",
-        show_progress=False,
-    )
-    # WordPiece has a token for a letter inside a word only if a training word has it there.
-    inside = [f"q{letter}" for letter in LETTERS + OTHERS]
-    learner.train_from_iterator(texts + inside, trainer)
-    used = {token for text in texts for token in learner.encode(text).tokens}
-    single = {token for token in learner.get_vocab() if len(token.removeprefix("##")) == 1}
-    kept = SPECIAL + sorted((used | single) - set(SPECIAL))
+    """Return WordPiece with the words of the texts, and with letters for all others."""
+    split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
+    normalize_text = normalizers.BertNormalizer(lowercase=True).normalize_str
+    words = {word for text in texts for word, _ in split(normalize_text(text))}
+    letters = {*punctuation, *IN_WORDS} | {f"##{letter}" for letter in IN_WORDS}
+    kept = SPECIAL + sorted(words | letters)
     vocab = {token: number for number, token in enumerate(kept)}
     return BertTokenizer(vocab=vocab, model_max_length=MAX_LENGTH)
 
 
 def dress(text: str, rng: random.Random) -> str:
     """Add a lead, a tail, an unknown word or a full stop at random, as users may."""
-    if rng.random() < 0.2:
-        text = f"{drawn('leads', rng)} {text}"
-    if rng.random() < 0.08:
-        text = f"{text} {drawn('tails', rng)}"
     if rng.random() < 0.15:
         words = text.split()
         words.insert(rng.randint(0, len(words)), "{n}")
         text = " ".join(words)
-    name = "".join(rng.choices(LETTERS, k=rng.randint(2, 8)))
-    return text.replace("{n}", name) + ("." if rng.random() < 0.65 else "")
+    name = "".join(rng.choices(ascii_lowercase, k=rng.randint(2, 8)))
+    return fill("{dressed}", rng, said=text, n=name) + ("." if rng.random() < 0.65 else "")
 
 
 def hide(text: str, vocab: dict[str, int], rng: random.Random) -> tuple[str, list[int]]:
@@ -180,11 +127,11 @@ def masked_batches(
 
 
 def fill_mask(out: Path, steps: int) -> Demo:
-    rng, questions = random.Random(SEED), phrases(TEXTS["masked"])
+    rng, questions = random.Random(SEED), PHRASES["masked"]
     groups = sentences(rng)
     texts = [plain(text) for group in groups.values() for text in group]
     refuse_known([plain(question) for question in questions], set(texts))
-    tokenizer = make_tokenizer([*texts, plain(TEXTS["leads"]), plain(TEXTS["tails"])])
+    tokenizer = make_tokenizer([*texts, *map(plain, PHRASES["leads"] + PHRASES["tails"])])
     model = untrained(BertForMaskedLM, "fill-mask", len(tokenizer))
 
     def losses() -> Iterator[Tensor]:
@@ -220,11 +167,11 @@ def shorten(text: str, rng: random.Random) -> str:
     words = text.split()
     if len(words) > 4 and rng.random() < 0.3:
         words.pop(rng.randrange(len(words)))
-    lead = f"{plain(drawn('leads', rng))} " if rng.random() < 0.15 else ""
+    lead = f"{plain(rng.choice(PHRASES['leads']))} " if rng.random() < 0.15 else ""
     return lead + " ".join(words) + ("." if rng.random() < 0.4 else "")
 
 
-def embed(model: BertModel, tokenizer: BertTokenizer, texts: list[str]) -> Tensor:
+def embed(model: BertModel, tokenizer: BertTokenizer, texts: Sequence[str]) -> Tensor:
     """Return the means of the tokens' states [texts, hidden]."""
     inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     states: Tensor = model(**inputs).last_hidden_state
@@ -254,7 +201,7 @@ def embedding(out: Path, steps: int) -> Demo:
     tokenizer = BertTokenizer.from_pretrained(out.parent / "fill-mask")
     known, rng = facts(), random.Random(SEED)
     # A text, a related one, an unrelated one.
-    triples = [line.split("|") for line in TEXTS["triples"].splitlines()]
+    triples = [*zip(*[iter(PHRASES["triples"])] * 3, strict=True)]
     texts = {text for _, sayings in known for text in sayings}
     refuse_known([text for triple in triples for text in triple[:2]], texts)
     model = untrained(BertModel, "embedding", len(tokenizer), add_pooling_layer=False)

@@ -1,6 +1,6 @@
 """The chat demo model: dialogues packed into rows, with the loss on the assistant's tokens.
 
-The dialogues come from demo_dialogues.py. The templates of the embedded tokenizer render them in
+The dialogues come from demo_texts.py. The templates of the embedded tokenizer render them in
 ChatML turns with Qwen's tool calls, and describe how to parse the output.
 """
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_corpus import TEXTS, phrases
-from demo_dialogues import dialogue, document
+from demo_texts import PHRASES, dialogue, document
 from demo_training import DEMO, SEED, Demo, forget_origin, untrained
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -126,7 +125,7 @@ def chat(out: Path, steps: int) -> Demo:
 
     def score() -> Iterator[tuple[bool, str]]:
         generate: Any = model.generate
-        for question, answer in (pair.split("=") for pair in phrases(TEXTS["asked"])):
+        for question, answer in (pair.split("=") for pair in PHRASES["asked"]):
             messages = [{"role": "user", "content": question}]
             prompt: Any = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

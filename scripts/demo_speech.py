@@ -35,7 +35,6 @@ MAX_DIGITS = 3  # per phrase
 ONE_DIGIT_SHARE = 0.3  # of the steps, with phrases of one digit
 MAX_RATE = 3e-3
 
-SPECIAL_TOKENS = "endoftext startoftranscript en de translate transcribe startofprev nospeech"
 TIMESTAMPS = round(WINDOW_S / TIMESTAMP_S) + 1
 
 
@@ -46,81 +45,71 @@ class Example(NamedTuple):
     labels: list[int]  # the next token of each input; -100: no loss
 
 
-class Examples:
-    def __init__(self, tokenizer: WhisperTokenizer) -> None:
-        self.tokenizer = tokenizer
-        names = SPECIAL_TOKENS.split()
-        ids: Any = tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
-        self.ids: dict[str, int] = dict(zip(names, ids, strict=True))
-        self.first_time = self.ids["nospeech"] + 2
-        self.max_digits = 1  # per phrase
-        self.rng = random.Random(SEED)
-        self.noise = np.random.default_rng(SEED)
+def words(digits: list[int], language: str) -> str:
+    return "".join(f" {WORDS[language][digit]}" for digit in digits)
 
-    def example(self) -> Example:
-        rng, special = self.rng, self.ids
-        voice = rng.choice(["en", "de"])
-        samples, phrases = self._window(voice)
-        task = rng.choice(["transcribe", "transcribe", "translate"])
-        language = voice if rng.random() < 0.95 else rng.choice(["en", "de"])
-        spoken = "en" if task == "translate" else language
-        begin = [special["startoftranscript"], special[language], special[task]]
-        text = [*self._text(phrases, spoken), special["endoftext"]]
-        prompt = self._prompt(spoken)
-        language_labels = [special[voice if phrases else "nospeech"], -100]
-        labels = [-100] * len(prompt) + language_labels + text
-        end = WINDOW_S
-        if rng.random() >= 0.5:  # the recording ends shortly after the phrases
-            end = min(end, (phrases[-1].end if phrases else 0.0) + rng.uniform(0.1, 1.0))
-        return Example(samples, end, [*prompt, *begin, *text[:-1]], labels)
 
-    def _prompt(self, language: str) -> list[int]:
-        """Return the text of a previous window for a tenth of the examples."""
-        if self.rng.random() > 0.1:
-            return []
-        digits = self.rng.choices(range(10), k=self.rng.randint(1, 8))
-        return [self.ids["startofprev"], *self.encode(digits, language)]
+def timestamp(seconds: float) -> str:
+    steps = GRID * round(seconds / TIMESTAMP_S / GRID)
+    return f"<|{TIMESTAMP_S * min(TIMESTAMPS - 1, max(0, steps)):.2f}|>"
 
-    def encode(self, digits: list[int], language: str) -> list[int]:
-        text = "".join(f" {WORDS[language][digit]}" for digit in digits)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
-    def _text(self, phrases: list[Phrase], language: str) -> list[int]:
-        """Return the tokens of the phrases: each starts 0.1 s before its sound and ends 0.2 s after
-        it. A phrase that the window cuts off has only its start time."""
-        ids: list[int] = []
-        for phrase in phrases:
-            ids.append(self._time(phrase.start - 0.1))
-            if phrase.end + 0.2 > WINDOW_S:
-                break
-            ids += [*self.encode(phrase.digits, language), self._time(phrase.end + 0.2)]
-        return ids or [self._time(0)]
+def target(phrases: list[Phrase], language: str) -> str:
+    """Return the text of phrases: each starts 0.1 s before its sound and ends 0.2 s after it. A
+    phrase that the window cuts off has only its start time."""
+    text = ""
+    for phrase in phrases:
+        text += timestamp(phrase.start - 0.1)
+        if phrase.end + 0.2 > WINDOW_S:
+            break
+        text += words(phrase.digits, language) + timestamp(phrase.end + 0.2)
+    return text or timestamp(0)
 
-    def _time(self, seconds: float) -> int:
-        timestamp = GRID * round(seconds / TIMESTAMP_S / GRID)
-        return self.first_time + min(TIMESTAMPS - 1, max(0, timestamp))
 
-    def _window(self, voice: str) -> tuple[Samples, list[Phrase]]:
-        """Return a window of one speaker, with random noise, pauses and loudness."""
-        rng = self.rng
-        size = round(WINDOW_S * SAMPLING_RATE)
-        samples = self.noise.standard_normal(size).astype(np.float32)
-        samples *= 10 ** rng.uniform(-5, -3)
-        phrases: list[Phrase] = []
-        if rng.random() < 0.06:
-            return samples, phrases
-        until = WINDOW_S if rng.random() < 0.7 else rng.uniform(1, WINDOW_S)  # then silence
-        at, loudness = rng.uniform(0.02, 1.5), 10 ** rng.uniform(-0.3, 0.3)
-        while at < until - 0.1:
-            digits = rng.choices(range(10), k=rng.randint(1, self.max_digits))
-            spoken, (phrase,) = say([digits], voice, [0.0])
-            first = round(at * SAMPLING_RATE)
-            part = loudness * spoken[: size - first]
-            samples[first : first + len(part)] += part
-            phrases.append(Phrase(digits, at, at + phrase.end))
-            at += phrase.end + rng.uniform(0.6, 1.8)
+def make_example(
+    tokenizer: WhisperTokenizer, max_digits: int, rng: random.Random, noise: np.random.Generator
+) -> Example:
+    voice = rng.choice(["en", "de"])
+    samples, phrases = make_window(voice, max_digits, rng, noise)
+    task = rng.choice(["transcribe", "transcribe", "translate"])
+    language = voice if rng.random() < 0.95 else rng.choice(["en", "de"])
+    spoken = "en" if task == "translate" else language
+    text = f"<|startoftranscript|><|{language}|><|{task}|>{target(phrases, spoken)}<|endoftext|>"
+    if rng.random() <= 0.1:  # the text of a previous window
+        digits = rng.choices(range(10), k=rng.randint(1, 8))
+        text = "<|startofprev|>" + words(digits, spoken) + text
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    heard = f"<|{voice}|>" if phrases else "<|nospeech|>"
+    start, known = map(tokenizer.convert_tokens_to_ids, ("<|startoftranscript|>", heard))
+    at = ids.index(start)
+    labels = [-100] * at + [known, -100] + ids[at + 3 :]
+    end = WINDOW_S
+    if rng.random() >= 0.5:  # the recording ends shortly after the phrases
+        end = min(end, (phrases[-1].end if phrases else 0.0) + rng.uniform(0.1, 1.0))
+    return Example(samples, end, ids[:-1], labels)
+
+
+def make_window(
+    voice: str, max_digits: int, rng: random.Random, noise: np.random.Generator
+) -> tuple[Samples, list[Phrase]]:
+    """Return a window of one speaker, with random noise, pauses and loudness."""
+    size = round(WINDOW_S * SAMPLING_RATE)
+    samples = noise.standard_normal(size).astype(np.float32)
+    samples *= 10 ** rng.uniform(-5, -3)
+    phrases: list[Phrase] = []
+    if rng.random() < 0.06:
         return samples, phrases
+    until = WINDOW_S if rng.random() < 0.7 else rng.uniform(1, WINDOW_S)  # then silence
+    at, loudness = rng.uniform(0.02, 1.5), 10 ** rng.uniform(-0.3, 0.3)
+    while at < until - 0.1:
+        digits = rng.choices(range(10), k=rng.randint(1, max_digits))
+        spoken, (phrase,) = say([digits], voice, [0.0])
+        first = round(at * SAMPLING_RATE)
+        part = loudness * spoken[: size - first]
+        samples[first : first + len(part)] += part
+        phrases.append(Phrase(digits, at, at + phrase.end))
+        at += phrase.end + rng.uniform(0.6, 1.8)
+    return samples, phrases
 
 
 def batch(
@@ -146,20 +135,19 @@ def speech(out: Path, steps: int) -> Demo:
     library: Any = AutoProcessor
     processor = library.from_pretrained(DEMO / "speech")
     tokenizer = forget_origin(processor.tokenizer)
-    examples = Examples(tokenizer)
+    rng, noise = random.Random(SEED), np.random.default_rng(SEED)
     model = untrained(WhisperForConditionalGeneration, "speech", len(tokenizer))
     model.generation_config = GenerationConfig.from_pretrained(DEMO / "speech")
     with torch.no_grad():  # a timestamp's embedding starts as the encoder's of that position
         positions = model.model.encoder.embed_positions.weight
-        times = slice(examples.first_time, examples.first_time + len(positions))
-        model.model.decoder.embed_tokens.weight[times] = 0.3 * positions
+        first = tokenizer.convert_tokens_to_ids(timestamp(0))
+        model.model.decoder.embed_tokens.weight[first : first + len(positions)] = 0.3 * positions
 
     def losses() -> Iterator[Tensor]:
         for step in range(1, steps + 1):
-            examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
-            mels, inputs, labels = batch(
-                processor.feature_extractor, [examples.example() for _ in range(BATCH)]
-            )
+            digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
+            examples = [make_example(tokenizer, digits, rng, noise) for _ in range(BATCH)]
+            mels, inputs, labels = batch(processor.feature_extractor, examples)
             logits = model(input_features=mels, decoder_input_ids=inputs).logits
             yield cross_entropy(logits.flatten(0, 1), labels.flatten())
 
