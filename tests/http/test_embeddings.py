@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,7 @@ from server.apis.openai.embedding.embeddings import EmbeddingRequest
 from tests.event_streams import CLIENT, assert_refused, error_of, post
 from tests.fakes import FakeRunner
 from tests.sdk import run_node
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, server_fixture, serving, wait_until
 from worker.messages.scoring import MAX_PART_INPUTS, EmbeddingOutput, PartSize, split_parts
 from worker.text import long_text
 
@@ -27,10 +26,7 @@ PATH = "/v1/embeddings"
 FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from flour"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(embedding_model="demo") as started:
-        yield started
+server = server_fixture(embedding_model="demo")
 
 
 def vectors(server: Server, inputs: Any, **more: Any) -> Any:
