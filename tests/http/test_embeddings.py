@@ -60,6 +60,7 @@ def test_texts_and_ids_floats_and_base64_are_the_same(server: Server) -> None:
 LONG = "red " * 200 + "blue " * 200
 ONE_LONG = {"source_sentence": FACTS[0], "sentences": ["a", LONG]}
 NAMED = {"source_sentence": FACTS[0], "sentences": FACTS}
+# Sent by test_rerank.py, beside its own.
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     PATH: [
         ({}, "input"),
@@ -109,16 +110,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "/v1/score": [({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2")],
 }
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [(path, body, param) for path, bodies in WRONG.items() for body, param in bodies],
-)
-def test_error_names_the_invalid_field(
-    server: Server, path: str, body: dict[str, Any], param: str
-) -> None:
-    assert_refused(post(server, path, body), param)
 
 
 def test_long_text_is_truncated_on_request(server: Server) -> None:
