@@ -91,15 +91,19 @@ def llava_onevision() -> list[Any]:
 def llava_next_video() -> list[Any]:
     videos = hf.LlavaNextVideoVideoProcessor(**CROPS)
     images = hf.LlavaNextImageProcessorPil(image_grid_pinpoints=PINPOINTS, **CROPS)
-    parts = {"image_grid_pinpoints": PINPOINTS}
-    return llava("LlavaNextVideo", lambda tokenizer: (videos, images, tokenizer), **parts)
+    return llava(
+        "LlavaNextVideo", lambda tokenizer: (videos, images, tokenizer),
+        image_grid_pinpoints=PINPOINTS,
+    )  # fmt: skip
 
 
 def video_llava() -> list[Any]:
     images = hf.VideoLlavaImageProcessor(**CROPS)
     videos = hf.VideoLlavaVideoProcessor(num_frames=8, **CROPS)
-    lengths = {"image_seq_length": 16, "video_seq_length": 17 * 8}
-    return llava("VideoLlava", lambda tokenizer: (images, videos, tokenizer), **lengths)
+    return llava(
+        "VideoLlava", lambda tokenizer: (images, videos, tokenizer),
+        image_seq_length=16, video_seq_length=17 * 8,
+    )  # fmt: skip
 
 
 def internvl() -> list[Any]:
