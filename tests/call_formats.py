@@ -170,10 +170,19 @@ def entry(quotes: str, value: Any) -> str:
     return json.dumps(value)
 
 
+TOKENIZER = LLTokenizer("byte")
+
+
+@cache
+def matcher_of(grammar: str) -> LLMatcher:
+    matcher = LLMatcher(TOKENIZER, grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    return matcher
+
+
 def accepts(grammar: str, text: str) -> bool:
     """Whether a grammar accepts the text as a whole output."""
-    tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, grammar)
-    assert not matcher.get_error(), matcher.get_error()
-    tokens = tokenizer.tokenize_str(text)
+    matcher = matcher_of(grammar)
+    assert matcher.reset(), matcher.get_error()
+    tokens = TOKENIZER.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

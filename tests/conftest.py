@@ -7,6 +7,7 @@ import collections
 import contextlib
 import functools
 import gc
+import importlib.metadata
 import os
 import shutil
 import ssl
@@ -28,6 +29,9 @@ if not Path("/dev/nvidiactl").exists():
 
 # Without the cache each httpx client would read all certificates again, for a tenth of a second.
 vars(ssl)["create_default_context"] = functools.cache(ssl.create_default_context)
+
+# Each server would parse the metadata of four packages again, for a third of its start.
+vars(importlib.metadata)["version"] = functools.cache(importlib.metadata.version)
 
 # The default timeout of httpx.get and the like would be 5 s.
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(vars(httpx.Timeout(60)))

@@ -4,7 +4,7 @@ import random
 import zlib
 from collections import Counter, abc
 from collections.abc import Collection, Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 
 from batching import scheduler
@@ -285,6 +285,7 @@ class Simulation:
         self.seen["paused"] += before.paused
         self.seen["resumed"] += before.resumed
         self._count(chunks)
+        self.seen["waiting for a prefix"] += len(before.waiting_for_prefix)
         broken = [job for job in self._random_jobs() if self.chance.random() < 0.3]
         sampled = [sum(tokens) for chunk, tokens in self.in_flight if chunk.to_sample]
         self.model.run(chunks, [job.sequence for job in broken], sampled)
@@ -321,12 +322,6 @@ class Simulation:
         self.seen["divided"] += sum(len(c.states) > 1 for c in chunks)
         self.seen["chunked"] += sum(c.start > 0 and c.count > 1 for c in chunks)
         self.seen["drafted"] += sum(len(chunk.drafts) for chunk in chunks)
-        self.seen["waiting for a prefix"] += len(waiting_for_prefix(self.scheduler))
-
-
-def waiting_for_prefix(scheduler: ContinuousScheduler) -> list[Sequence]:
-    """The sequences at the head of the queue whose prefix is being computed."""
-    return list(takewhile(partial(is_waiting_for_prefix, scheduler), scheduler.waiting))
 
 
 def is_waiting_for_prefix(scheduler: ContinuousScheduler, sequence: Sequence) -> bool:
@@ -348,7 +343,8 @@ class Before:
         self.background_preempted = False
         self.pool = pool = scheduler.pool
         self.running = list(scheduler.running)
-        self.was_paused = [s for s in scheduler.waiting if s.paused]
+        waiting = scheduler.waiting
+        self.was_paused = [s for s in waiting if s.paused]
         self.paused = self.resumed = 0
         self.tables = {sequence: sequence.table for sequence in self.running}
         self.decoding = scheduler._pick_rows(spare_rows, ())
@@ -358,7 +354,7 @@ class Before:
             assert len(self.decoding) <= 2 * len(requests) + spare_rows
         self.idle = [s for s in ready if s not in self.decoding]
         self.ending = [s for s in self.running if not s.uncomputed]
-        self.new = [s for s in scheduler.waiting if s.cached is None]
+        self.new = [s for s in waiting if s.cached is None]
         self.free = pool.free
         self.needed = 0
         for sequence in self.running:
@@ -368,6 +364,10 @@ class Before:
             self.needed += more
 
     def check(self, chunks: list[Chunk], budget: int, live: list[Sequence]) -> None:
+        self.waiting = self.scheduler.waiting
+        self.awaits_prefix = cache(partial(is_waiting_for_prefix, self.scheduler))
+        # those at the head of the queue
+        self.waiting_for_prefix = list(takewhile(self.awaits_prefix, self.waiting))
         decodes = [c for c in chunks if c.sequence in self.decoding and self._stayed(c.sequence)]
         prompts = [chunk for chunk in chunks if chunk not in decodes]
         left = budget - sum(chunk.count for chunk in prompts)
@@ -392,14 +392,14 @@ class Before:
         scheduler = self.scheduler
         self.paused = sum(sequence.paused for sequence in self.running)
         self.resumed = sum(sequence in scheduler.running for sequence in self.was_paused)
-        if any(is_waiting_for_prefix(scheduler, s) for s in scheduler.waiting):
+        if any(map(self.awaits_prefix, self.waiting)):
             return  # they are passed by others
         if scheduler.preempted:
             return  # those are admitted in the next step
         running = [s for s in scheduler.running if is_interactive(s)]
         by_request = Counter(s.owner for s in running)
         by_client = Counter(s.owner.client for s in running)
-        waiting = sorted(filter(is_interactive, scheduler.waiting), key=scheduler._rank)
+        waiting = sorted(filter(is_interactive, self.waiting), key=scheduler._rank)
         if len(scheduler.running) < scheduler.max_running:
             waiting = waiting[:1]  # memory is short, and none overtakes
         for sequence in waiting:
@@ -410,7 +410,7 @@ class Before:
             assert max(siblings, default=0) <= by_request[request] + 1
 
     def _check_queues(self, live: list[Sequence]) -> None:
-        waiting, running = self.scheduler.waiting, self.scheduler.running
+        waiting, running = self.waiting, self.scheduler.running
         assert sorted(waiting + running, key=lambda s: s.number) == live  # none is lost
         for queue in (waiting, running):
             assert queue == sorted(queue)
@@ -463,8 +463,7 @@ class Before:
         wanting = [s for s in self.scheduler.running if s not in idle]
         if not wanting:
             return
-        waiting = filter(is_interactive, self.scheduler.waiting)
-        if any(is_waiting_for_prefix(self.scheduler, s) for s in waiting):
+        if any(map(self.awaits_prefix, filter(is_interactive, self.waiting))):
             return
         assert not any(s in shares for s in self.idle if self._stayed(s))
         wanted = {
@@ -509,7 +508,7 @@ class Before:
         self.background_preempted = True
         preempted = [s.priority for s in self.running if not self._stayed(s)]
         newcomers = [s for s in self.scheduler.running if not self._stayed(s)]
-        first = min(s.priority for s in newcomers + self.scheduler.waiting)
+        first = min(s.priority for s in newcomers + self.waiting)
         assert first < min(preempted)
 
     def _check_admission(self, chunks: list[Chunk]) -> None:
@@ -521,10 +520,10 @@ class Before:
         for sequence in scheduler.admitted:
             assert sequence.cached == sequence.computed < sequence.prompt_len
             assert not (sequence.scores_prompt and sequence.cached)
-        passed = len(waiting_for_prefix(scheduler))
-        if passed >= min(len(scheduler.waiting), scheduler.max_running):
+        passed = len(self.waiting_for_prefix)
+        if passed >= min(len(self.waiting), scheduler.max_running):
             return
-        first = scheduler.waiting[passed]
+        first = self.waiting[passed]
         if not is_interactive(first) and scheduler.preempted:
             return
         if not scheduler.preempted:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx
+import pytest
 import uvicorn
 
 from server.app import create_app
@@ -106,6 +107,16 @@ def serving(
         yield server
     finally:
         server.stop()
+
+
+def server_fixture(*arguments: Any, **settings: Any) -> Any:
+    """Return a fixture: `serving` with these arguments, for the tests of a module."""
+
+    def server() -> Iterator[Server]:
+        with serving(*arguments, **settings) as started:
+            yield started
+
+    return pytest.fixture(scope="module")(server)
 
 
 class ManualTimers:

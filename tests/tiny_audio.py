@@ -15,7 +15,7 @@ from tests import tiny_multimodal
 from tests.tiny import IDS, SMALL
 from tests.tiny import hf as hf
 from tests.tiny_decoders import MIXED, with_random_vectors
-from tests.tiny_multimodal import CONTEXT, PATCH, SIDE, SIZE, TEMPLATE, VISION, text
+from tests.tiny_multimodal import CONTEXT, PATCH, SIDE, SIZE, TEMPLATE, VISION, assembled, text
 from tests.tiny_multimodal import folder as folder
 from tests.tiny_tekken import voxtral
 from tests.tiny_tokenizers import llama_tokenizer
@@ -43,13 +43,6 @@ def new_tokenizer(*tokens: str, audio: str, image: str = "IMAGE", **named: str) 
 
 def mels(**more: Any) -> Any:
     return hf.WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS, **more)
-
-
-def assembled(family: str, config: Any, tokenizer: Any, *parts: Any, **more: Any) -> list[Any]:
-    """Return a model, and its processor of these parts."""
-    model = with_random_vectors(getattr(hf, f"{family}ForConditionalGeneration")(config))
-    processor = getattr(hf, f"{family}Processor")
-    return [model, processor(*parts, chat_template=tokenizer.chat_template, **more)]
 
 
 def listening(

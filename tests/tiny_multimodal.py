@@ -54,6 +54,20 @@ def text(tokenizer: Any, config: str, **more: Any) -> Any:
     return getattr(hf, config)(**{**SMALL, **small_settings(config), **IDS, **sizes, **more})
 
 
+def assembled(family: str, config: Any, tokenizer: Any, *parts: Any, **more: Any) -> list[Any]:
+    """Return a model, and its processor of these parts."""
+    model = with_random_vectors(getattr(hf, f"{family}ForConditionalGeneration")(config))
+    processor = getattr(hf, f"{family}Processor")
+    return [model, processor(*parts, chat_template=tokenizer.chat_template, **more)]
+
+
+CROPS = {"size": {"shortest_edge": SIDE}, "crop_size": SIZE}
+CLIP_TOKENS = {
+    "patch_size": PATCH, "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}  # fmt: skip
+
+
 def llava() -> list[Any]:
     tokenizer = new_tokenizer("<image>", image="<image>")
     config = hf.LlavaConfig(
@@ -62,15 +76,8 @@ def llava() -> list[Any]:
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )
-    processor = hf.LlavaProcessor(
-        hf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SIZE),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    )
-    return [with_random_vectors(hf.LlavaForConditionalGeneration(config)), processor]
+    images = hf.CLIPImageProcessorPil(**CROPS)
+    return assembled("Llava", config, tokenizer, images, tokenizer, **CLIP_TOKENS)
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -7,8 +7,17 @@ from typing import Any
 from tests import tiny_audio, tiny_multimodal
 from tests.tiny import SMALL
 from tests.tiny import hf as hf
-from tests.tiny_decoders import with_random_vectors
-from tests.tiny_multimodal import PATCH, SIDE, SIZE, VISION, new_tokenizer, text
+from tests.tiny_multimodal import (
+    CLIP_TOKENS,
+    CROPS,
+    PATCH,
+    SIDE,
+    SIZE,
+    VISION,
+    assembled,
+    new_tokenizer,
+    text,
+)
 
 TEXT_PART = "{% else %}{{ part.text }}"
 QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -51,77 +60,50 @@ def smolvlm() -> list[Any]:
     return [model, images, with_videos(tokenizer, "<video>"), videos, settings]
 
 
-def llava_onevision() -> list[Any]:
+def llava(
+    family: str, processor: Callable[[Any], tuple[Any, ...]], decoder: str = "LlamaConfig",
+    vision: str = "CLIP", kept: dict[str, Any] = CLIP_TOKENS, **more: Any,
+) -> list[Any]:  # fmt: skip
+    """`processor` returns the processor's parts for a tokenizer; `kept`: the tokens of an image."""
     tokenizer = with_videos(new_tokenizer("<image>", "<video>", image="<image>"), "<video>")
     image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
-    config = hf.LlavaOnevisionConfig(
-        vision_config=hf.SiglipVisionConfig(**VISION),
-        text_config=text(tokenizer, "Qwen2Config"),
+    config = getattr(hf, f"{family}Config")(
+        vision_config=getattr(hf, f"{vision}VisionConfig")(**VISION),
+        text_config=text(tokenizer, decoder),
         image_token_index=image,
         video_token_index=video,
         vision_feature_layer=-1,
-        image_grid_pinpoints=PINPOINTS,
+        **more,
     )
-    processor = hf.LlavaOnevisionProcessor(
-        hf.LlavaOnevisionImageProcessorPil(size=SIZE, image_grid_pinpoints=PINPOINTS),
-        tokenizer,
-        hf.LlavaOnevisionVideoProcessor(size=SIZE),
-        num_image_tokens=16,
-        vision_feature_select_strategy="full",
-        chat_template=tokenizer.chat_template,
-    )
-    model = hf.LlavaOnevisionForConditionalGeneration(config)
-    return [with_random_vectors(model), processor]
+    return assembled(family, config, tokenizer, *processor(tokenizer), **kept)
+
+
+def llava_onevision() -> list[Any]:
+    images = hf.LlavaOnevisionImageProcessorPil(size=SIZE, image_grid_pinpoints=PINPOINTS)
+    videos = hf.LlavaOnevisionVideoProcessor(size=SIZE)
+    kept = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+    return llava(
+        "LlavaOnevision", lambda tokenizer: (images, tokenizer, videos), "Qwen2Config", "Siglip",
+        kept, image_grid_pinpoints=PINPOINTS,
+    )  # fmt: skip
 
 
 def llava_next_video() -> list[Any]:
-    tokenizer = with_videos(new_tokenizer("<image>", "<video>", image="<image>"), "<video>")
-    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
-    config = hf.LlavaNextVideoConfig(
-        vision_config=hf.CLIPVisionConfig(**VISION),
-        text_config=text(tokenizer, "LlamaConfig"),
-        image_token_index=image,
-        video_token_index=video,
-        vision_feature_layer=-1,
+    videos = hf.LlavaNextVideoVideoProcessor(**CROPS)
+    images = hf.LlavaNextImageProcessorPil(image_grid_pinpoints=PINPOINTS, **CROPS)
+    return llava(
+        "LlavaNextVideo", lambda tokenizer: (videos, images, tokenizer),
         image_grid_pinpoints=PINPOINTS,
-    )
-    crops = {"size": {"shortest_edge": SIDE}, "crop_size": SIZE}
-    processor = hf.LlavaNextVideoProcessor(
-        hf.LlavaNextVideoVideoProcessor(**crops),
-        hf.LlavaNextImageProcessorPil(image_grid_pinpoints=PINPOINTS, **crops),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    )
-    model = hf.LlavaNextVideoForConditionalGeneration(config)
-    return [with_random_vectors(model), processor]
+    )  # fmt: skip
 
 
 def video_llava() -> list[Any]:
-    tokenizer = with_videos(new_tokenizer("<image>", "<video>", image="<image>"), "<video>")
-    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
-    config = hf.VideoLlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**VISION),
-        text_config=text(tokenizer, "LlamaConfig"),
-        image_token_index=image,
-        video_token_index=video,
-        vision_feature_layer=-1,
-        image_seq_length=16,
-        video_seq_length=17 * 8,
-    )
-    crops = {"size": {"shortest_edge": SIDE}, "crop_size": SIZE}
-    processor = hf.VideoLlavaProcessor(
-        hf.VideoLlavaImageProcessor(**crops),
-        hf.VideoLlavaVideoProcessor(num_frames=8, **crops),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    )
-    return [with_random_vectors(hf.VideoLlavaForConditionalGeneration(config)), processor]
+    images = hf.VideoLlavaImageProcessor(**CROPS)
+    videos = hf.VideoLlavaVideoProcessor(num_frames=8, **CROPS)
+    return llava(
+        "VideoLlava", lambda tokenizer: (images, videos, tokenizer),
+        image_seq_length=16, video_seq_length=17 * 8,
+    )  # fmt: skip
 
 
 def internvl() -> list[Any]:
@@ -141,14 +123,9 @@ def internvl() -> list[Any]:
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
     )  # fmt: skip
-    processor = hf.InternVLProcessor(
-        hf.GotOcr2ImageProcessorPil(size=SIZE, max_patches=2),
-        tokenizer,
-        hf.InternVLVideoProcessor(size=SIZE),
-        image_seq_length=4,
-        chat_template=tokenizer.chat_template,
-    )
-    return [with_random_vectors(hf.InternVLForConditionalGeneration(config)), processor]
+    images = hf.GotOcr2ImageProcessorPil(size=SIZE, max_patches=2)
+    parts = images, tokenizer, hf.InternVLVideoProcessor(size=SIZE)
+    return assembled("InternVL", config, tokenizer, *parts, image_seq_length=4)
 
 
 def qwen2_5_omni_thinker() -> list[Any]:

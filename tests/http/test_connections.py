@@ -23,7 +23,7 @@ from server.http import access, connections
 from server.http.connections import MAX_HEADER_BYTES, LimitedProtocol
 from server.http.request import MAX_HEADERS
 from tests.fakes import FakeRunner
-from tests.serving import Parser, Server, metric, read_response, serving, wait_until
+from tests.serving import Parser, Server, metric, read_response, server_fixture, serving, wait_until
 
 START = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: "
 END = b"\r\n\r\n"
@@ -32,10 +32,7 @@ POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\ntext"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ntext\r\n"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(FakeRunner) as server:
-        yield server
+server = server_fixture(FakeRunner)
 
 
 @pytest.fixture(scope="module", params=["httptools", "h11"])

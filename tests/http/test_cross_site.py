@@ -21,7 +21,7 @@ from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.page_server import LetterEmbedder
-from tests.serving import Server, read_response, serving, wait_until
+from tests.serving import Server, read_response, server_fixture, serving, wait_until
 
 # Requests that a page may send without a preflight request.
 PATHS = ["/", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize"]
@@ -29,10 +29,7 @@ PLAIN = {"content-type": "text/plain;charset=UTF-8"}
 EVIL = "https://evil.example"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(FakeRunner, load_chat=FakeGenerator, load_embedder=LetterEmbedder) as started:
-        yield started
+server = server_fixture(FakeRunner, load_chat=FakeGenerator, load_embedder=LetterEmbedder)
 
 
 def post(server: Server, path: str = "/", **headers: str) -> httpx.Response:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,7 @@ from server.apis.openai.embedding.embeddings import EmbeddingRequest
 from tests.event_streams import CLIENT, assert_refused, error_of, post
 from tests.fakes import FakeRunner
 from tests.sdk import run_node
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, server_fixture, serving, wait_until
 from worker.messages.scoring import MAX_PART_INPUTS, EmbeddingOutput, PartSize, split_parts
 from worker.text import long_text
 
@@ -27,10 +26,7 @@ PATH = "/v1/embeddings"
 FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from flour"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(embedding_model="demo") as started:
-        yield started
+server = server_fixture(embedding_model="demo")
 
 
 def vectors(server: Server, inputs: Any, **more: Any) -> Any:
@@ -64,6 +60,7 @@ def test_texts_and_ids_floats_and_base64_are_the_same(server: Server) -> None:
 LONG = "red " * 200 + "blue " * 200
 ONE_LONG = {"source_sentence": FACTS[0], "sentences": ["a", LONG]}
 NAMED = {"source_sentence": FACTS[0], "sentences": FACTS}
+# Sent by test_rerank.py, beside its own.
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     PATH: [
         ({}, "input"),
@@ -113,16 +110,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "/v1/score": [({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2")],
 }
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [(path, body, param) for path, bodies in WRONG.items() for body, param in bodies],
-)
-def test_error_names_the_invalid_field(
-    server: Server, path: str, body: dict[str, Any], param: str
-) -> None:
-    assert_refused(post(server, path, body), param)
 
 
 def test_long_text_is_truncated_on_request(server: Server) -> None:

@@ -1,7 +1,7 @@
 """Exceptions become error responses by their class or its nearest known base."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +34,13 @@ from server.http.sse import EventStream
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
-from tests.serving import Server, metric, serving
+from tests.serving import Server, metric, server_fixture, serving
 
 APP = SimpleNamespace(routes=[])
 SCOPE: dict[str, Any] = {"record": RequestRecord(), "path": "/x", "method": "GET", "app": APP}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(FakeRunner) as started:
-        yield started
+server = server_fixture(FakeRunner)
 
 
 class VeryFull(QueueFull):

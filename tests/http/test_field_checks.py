@@ -3,7 +3,7 @@
 Those that all requests of generation share are tested in chats.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -24,7 +24,7 @@ from server.apis.openai.request_fields import known_fields
 from server.apis.openai.responses.request import ResponseRequest
 from tests.event_streams import assert_refused, post
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, serving
+from tests.serving import Server, server_fixture
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE, LOAD = "/tokenize", "/detokenize", "/load_model"
@@ -451,10 +451,7 @@ REFUSED: dict[str, Sequence[tuple[Fields, str | None, str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(load_chat=FakeGenerator, max_queue_size=8) as started:
-        yield started
+server = server_fixture(load_chat=FakeGenerator, max_queue_size=8)
 
 
 @pytest.mark.parametrize(

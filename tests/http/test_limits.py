@@ -32,7 +32,7 @@ from server.http.transfers import Transfer
 from tests.event_streams import error_of
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.serving import Server, read_response, serving, wait_until
+from tests.serving import Server, read_response, server_fixture, serving, wait_until
 
 CONTEXT = FakeGenerator.max_model_len
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -41,10 +41,7 @@ USER = {"role": "user", "content": "hi"}
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(FakeRunner, load_chat=FakeGenerator, max_queue_size=8) as server:
-        yield server
+server = server_fixture(FakeRunner, load_chat=FakeGenerator, max_queue_size=8)
 
 
 def count(value: Any) -> int:

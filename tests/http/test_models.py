@@ -1,7 +1,6 @@
 """Model names, and the endpoints without a forward pass: /v1/models, /tokenize, /load_model."""
 
 import gzip
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,9 @@ import pytest
 
 from tests.event_streams import CLIENT, chat, error_of, post
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, serving
+from tests.serving import Server, server_fixture, serving
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(load_chat=FakeGenerator, chat_model="org/model") as started:
-        yield started
+server = server_fixture(load_chat=FakeGenerator, chat_model="org/model")
 
 
 def test_model_is_listed_and_found_by_its_name(server: Server) -> None:

@@ -17,7 +17,7 @@ from server.http import connections, spool
 from server.http.loop_budget import LoopBudget
 from server.http.ndjson import LineWindow
 from tests.fakes import FakeRunner
-from tests.serving import ManualTimers, Parser, Server, metric, serving, wait_until
+from tests.serving import ManualTimers, Parser, Server, metric, server_fixture, serving, wait_until
 
 NDJSON = {"content-type": "application/x-ndjson"}
 CHUNKED = (
@@ -26,10 +26,7 @@ CHUNKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(FakeRunner, max_body_mb=0.001, max_queue_size=8) as started:
-        yield started
+server = server_fixture(FakeRunner, max_body_mb=0.001, max_queue_size=8)
 
 
 def lines_of(response: httpx.Response) -> list[Any]:
@@ -135,10 +132,7 @@ def test_jsonl_is_ndjson(server: Server, name: str) -> None:
     assert post(server, b'"a"\n"b"\n', **media) == [{"echo": "a"}, {"echo": "b"}]
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Server]:
-    with serving(pipeline_model="demo") as started:
-        yield started
+demo = server_fixture(pipeline_model="demo")
 
 
 def test_parameters_in_the_query_hold_for_each_input(demo: Server) -> None:

@@ -21,16 +21,13 @@ from server.apis.pipeline.endpoint import locate_in_list
 from tests.checkpoints import write_checkpoint
 from tests.event_streams import assert_refused, error_of
 from tests.fakes import FakeRunner
-from tests.serving import Server, metric, read_response, serving, wait_until
+from tests.serving import Server, metric, read_response, server_fixture, serving, wait_until
 
 JSON = "application/json"
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(FakeRunner, max_body_mb=1.0, max_queue_size=8) as server:
-        yield server
+server = server_fixture(FakeRunner, max_body_mb=1.0, max_queue_size=8)
 
 
 def test_raw_text_gets_a_result_with_timings(server: Server) -> None:

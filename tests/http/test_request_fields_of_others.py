@@ -1,7 +1,6 @@
 """Fields of other servers' requests are obeyed, refused, or named as ignored."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 from msgspec import Struct
@@ -13,7 +12,7 @@ from server.apis.openai.responses.request import ResponseRequest
 from server.http import ignored_fields
 from tests.event_streams import error_of, post
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, serving
+from tests.serving import Server, server_fixture, serving
 from worker.model.generation_config import NOT_SERVED, field_types
 
 # The fields of the request schemas of other servers, in their documents' order.
@@ -112,10 +111,7 @@ def test_every_field_of_a_generation_config_is_known() -> None:
     assert {*field_types(9), *NOT_SERVED} <= config_fields()
 
 
-@pytest.fixture(scope="module")
-def real() -> Iterator[Server]:
-    with serving(chat_model="demo") as started:
-        yield started
+real = server_fixture(chat_model="demo")
 
 
 def test_tokens_are_named_by_their_ids(real: Server) -> None:

@@ -11,6 +11,7 @@ import torch
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.event_streams import CLIENT, assert_refused, error_of, post
+from tests.http import test_embeddings
 from tests.serving import Server, serving
 from tests.tiny import hf
 from tests.tiny_embedders import checkpoint, scored, write
@@ -211,6 +212,7 @@ def test_info_describes_a_reranker_where_nothing_embeds() -> None:
 
 
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    **test_embeddings.WRONG,
     "/rerank": [
         ({"documents": ["a"]}, "query"),
         ({"query": "", "documents": ["a"]}, "query"),
@@ -227,6 +229,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"query": "a " * 100, "documents": ["a"]}, "query"),
     ],
     "/v1/score": [
+        *test_embeddings.WRONG["/v1/score"],
         ({"model": "demo", "text_1": "", "text_2": ["b", "c"]}, "text_1"),
         ({"model": "demo", "text_1": [""], "text_2": ["b", "c"]}, "text_1[0]"),
         ({"model": "demo", "text_1": "a " * 300, "text_2": ["b", "c"]}, "text_1"),

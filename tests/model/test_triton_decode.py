@@ -49,7 +49,7 @@ def test_each_row_attends_to_its_own_sequence_only(
 ) -> None:
     """Unused memory and one of the sequences are NaN, which must not reach other rows."""
     torch.manual_seed(0)
-    check(case, mix, random.Random(0), partial(rows_metadata, programs=programs), len(mix) - 2)
+    check(case, mix, random.Random(0), partial(rows_metadata, programs=programs), (len(mix) - 2,))
 
 
 def test_the_rest_of_a_started_block_is_zeroed() -> None:

@@ -82,10 +82,15 @@ def folder_of(module: str) -> str:
     return str((path if path.is_dir() else path.parent).relative_to(ROOT))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path, module_level: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
     found: set[str] = set()
-    for node in tree.body if module_level else ast.walk(tree):
+    for node in parsed(path).body if module_level else ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -138,7 +143,7 @@ def test_only_settings_and_preflight_read_the_environment() -> None:
 def test_the_tracer_alone_tells_whether_a_call_is_traced() -> None:
     """torch.compiler.is_compiling() is one flag of the process, and other threads serve."""
     for path in (ROOT / "worker").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             name = getattr(node, "attr", getattr(node, "id", ""))
             assert name not in ("is_compiling", "_is_compiling_flag"), f"{path}:{node.lineno}"  # type: ignore[attr-defined]
 
@@ -147,7 +152,7 @@ def test_no_class_name_occurs_twice() -> None:
     names: dict[str, str] = {}
     for folder in LAYERS:
         for path in (ROOT / folder).glob("*.py"):
-            for node in ast.parse(path.read_text()).body:
+            for node in parsed(path).body:
                 if isinstance(node, ast.ClassDef):
                     assert node.name not in names, f"{node.name}: {path}, {names.get(node.name)}"
                     names[node.name] = str(path)

@@ -75,9 +75,16 @@ class Memory:
     keys: list[Tensor]  # [L, heads, size] of each whole sequence
     values: list[Tensor]
 
+    def break_sequence(self, number: int) -> None:
+        blocks = [*self.batch.spans[number].blocks]
+        for stored in (self.cache.keys[0], self.cache.values[0]):
+            stored[blocks] = float("nan")
+        for sequences in (self.keys, self.values):
+            sequences[number].fill_(float("nan"))
+
 
 def memory(
-    case: Case, mix: Sequence[tuple[int, int]], chance: random.Random, broken: int | None = None,
+    case: Case, mix: Sequence[tuple[int, int]], chance: random.Random,
     dtype: torch.dtype = FLOAT32, zeroed: bool = True,
 ) -> Memory:  # fmt: skip
     """`zeroed`: the rest of a sequence's last block is zeros, otherwise NaN."""
@@ -94,9 +101,6 @@ def memory(
     values = [torch.randn(s + w, case.key_heads, case.value_size, dtype=dtype) for s, w in mix]
     if case.values_in_keys:
         values = [key[..., : case.value_size] for key in keys]
-    if broken is not None:
-        keys[broken].fill_(float("nan"))
-        values[broken].fill_(float("nan"))
     for stored, sequences in ((cache.keys[0], keys), (cache.values[0], values)):
         stored.fill_(float("nan"))
         for table, (start, _), whole in zip(tables, mix, sequences, strict=True):
@@ -171,41 +175,44 @@ def test_each_token_attends_to_its_own_sequence_only(
         mix = mixes(chance, case.kind)
         broken = (None, 0, len(mix) // 2)[turn]
         monkeypatch.setattr(paged, "MAX_MASK_ELEMENTS", (2000, limit, limit)[turn])
-        check(case, mix, chance, AttentionMetadata, broken)
+        check(case, mix, chance, AttentionMetadata, (broken,))
 
 
 def check(
     case: Case, mix: Sequence[tuple[int, int]], chance: random.Random,
-    backend: Callable[[KVCache, Batch], AttentionBackend], broken: int | None = None,
+    backend: Callable[[KVCache, Batch], AttentionBackend], rounds: Sequence[int | None] = (None,),
     dtype: torch.dtype = FLOAT32, zeroed: bool = True, rounding: float = 1e-5,
 ) -> None:  # fmt: skip
-    cached = memory(case, mix, chance, broken, dtype, zeroed)
+    """`rounds`: the sequence that is NaN from each round on, if any."""
+    cached = memory(case, mix, chance, dtype, zeroed)
     query = [torch.randn(width, case.heads, case.key_size, dtype=dtype) for _, width in mix]
-    if broken is not None:
-        query[broken].fill_(float("nan"))
-    new = [
-        torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
-        for sequences in (cached.keys, cached.values)
-    ]
     sinks = torch.randn(case.heads, dtype=dtype)
-    q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
-    with forward_context(backend(cached.cache, cached.batch)):
-        out = attend(
-            q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
-        )
-    assert out.shape == (1, q.shape[2], case.heads, case.value_size)
-    assert out.dtype == dtype
-    assert out.is_contiguous()
     right = [
         expected(case, of_span, keys, values, start, sinks)
         for of_span, keys, values, (start, _) in zip(
             query, cached.keys, cached.values, mix, strict=True
         )
     ]
-    assert broken is None or bool(right[broken].isnan().all())
-    torch.testing.assert_close(
-        out[0].double(), torch.cat(right), atol=rounding, rtol=rounding, equal_nan=True
-    )
+    for broken in rounds:
+        if broken is not None:
+            cached.break_sequence(broken)
+            query[broken].fill_(float("nan"))
+            right[broken].fill_(float("nan"))
+        new = [
+            torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
+            for sequences in (cached.keys, cached.values)
+        ]
+        q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
+        with forward_context(backend(cached.cache, cached.batch)):
+            out = attend(
+                q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
+            )
+        assert out.shape == (1, q.shape[2], case.heads, case.value_size)
+        assert out.dtype == dtype
+        assert out.is_contiguous()
+        torch.testing.assert_close(
+            out[0].double(), torch.cat(right), atol=rounding, rtol=rounding, equal_nan=True
+        )
 
 
 def test_spans_are_grouped_with_few_masks_and_only_blocks_within_reach() -> None:

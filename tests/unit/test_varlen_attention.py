@@ -84,7 +84,7 @@ def test_each_token_attends_to_its_own_sequence_only(
     for broken in (None, 0):
         mix = mixes(chance, case.kind)
         calls.clear()
-        check(case, mix, chance, VarlenMetadata, broken)
+        check(case, mix, chance, VarlenMetadata, (broken,))
         prompts = [width for _, width in mix if width > MAX_SPAN_WIDTH]
         others = case.softcap or case.sinks or case.chunk or case.value_size != case.key_size
         assert len(calls) == (1 if prompts and not others else 0)
