@@ -361,9 +361,11 @@ OWN_ROLE += "{{ m.content }}{% endfor %}"
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
 HERMES = TURN.replace("CALLS", loop("hermes"))
-PYTHON, KEYS, BRACKETS, SECTION = (
-    TURN.replace("CALLS", loop(name)) for name in ("bare python", "pairs", "args", "section")
+PYTHON, KEYS, BRACKETS, SECTION, CODER = (
+    TURN.replace("CALLS", loop(name))
+    for name in ("bare python", "pairs", "args", "section", "coder")
 )
+COMPACT = KEYS.replace('{{ "\\n" }}', "")
 TRIANGLES = HERMES.replace(
     "{{ m.content }}", "◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}"
 )
@@ -398,6 +400,7 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (RECIPIENTS, f"{ANALYSIS}{CALL_IN_CHANNEL}", ("", "Hm.", 1)),
     (RECIPIENTS, f"{ANALYSIS}{CALL_TO_CHANNEL}", ("", "Hm.", 1)),
     (RECIPIENTS, CALL_TO_CHANNEL, ("", "", 1)),
+    (HERMES, '<tool_call>{"x": 7}', ('<tool_call>{"x": 7}', "", 0)),
     (TRIANGLES, f"◁think▷Hm.◁/think▷Well. {HERMES_CALL}", ("Well.", "Hm.", 1)),
     (TOLD, f"Well. <|tool_call|>[{JSON_CALL}, {JSON_CALL}]", ("Well.", "", 2)),
     (TOLD, f"Well. <my_calls>[{JSON_CALL}]</my_calls>", ("Well.", "", 1)),
@@ -449,6 +452,25 @@ def test_outputs_are_read_in_the_format_of_the_template(
     content, reasoning, count = expected
     assert (response.content.strip(), response.reasoning) == (content, reasoning)
     assert calls == [("a", {"x": 7})] * count
+
+
+@pytest.mark.parametrize(
+    ("source", "entries"),
+    [
+        (COMPACT, "<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n<arg_key>t</arg_key>\nTEXT"),
+        (KEYS, "<arg_key>x</arg_key><arg_value>7\n<arg_key>t</arg_key> TEXT"),
+        (CODER, "\n<parameter=x>\n7\n<parameter=t>\n8 <parameter=z>\n</parameter>\n"),
+        (CODER, "<parameter=t><![CDATA[8 </parameter>]]></parameter><parameter=x>7</parameter>"),
+    ],
+)
+def test_values_end_where_the_next_begins(source: str, entries: str) -> None:
+    entries = entries.replace("TEXT", "<arg_value>8 <parameter=z></arg_value>")
+    call = f"a{entries}" if "arg_key" in entries else f"<function=a>{entries}</function>"
+    tools = [{"type": "function", "function": TYPED_TOOL_A}]
+    response = reader_of(source, False).read(f"<tool_call>{call}</tool_call>", tools)
+    text = "8 </parameter>" if "CDATA" in entries else "8 <parameter=z>"
+    [(name, arguments)] = response.calls
+    assert (name, json.loads(arguments)) == ("a", {"x": 7, "t": text})
 
 
 def test_reasoning_beside_calls_may_be_a_plan() -> None:
