@@ -290,6 +290,11 @@ TO = """{% for m in messages %}<|start|>{{ m.role }}
 {%- if not m.tool_calls %} to=user<|text|>{{ m.content }}{% endif %}
 {%- else %}<|text|>{{ m.content }}{% endif %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+# The prompt begins with a system message, the text of a whole conversation does not.
+TO_WITH_DEFAULT = (
+    "{% if add_generation_prompt or tools %}<|start|>system<|text|>!<|end|>{% endif %}"
+)
+TO_WITH_DEFAULT += TO
 NAMED = """{% for m in messages %}<|{{ m.role }}|>
 {%- if m.role == "assistant" %}{% if m.content %}>>>all
 {{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}>>>{{ c.function.name }}
@@ -361,13 +366,16 @@ OWN_ROLE += "{{ m.content }}{% endfor %}"
 INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
 INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
 HERMES = TURN.replace("CALLS", loop("hermes"))
-PYTHON, KEYS, BRACKETS, SECTION = (
-    TURN.replace("CALLS", loop(name)) for name in ("bare python", "pairs", "args", "section")
+PYTHON, KEYS, BRACKETS, SECTION, LIST, CODER = (
+    TURN.replace("CALLS", loop(name))
+    for name in ("bare python", "pairs", "args", "section", "list", "coder")
 )
+COMPACT = KEYS.replace('{{ "\\n" }}', "")
 TRIANGLES = HERMES.replace(
     "{{ m.content }}", "◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}"
 )
 HERMES_CALL = '<tool_call>\n{"name": "a", "arguments": {"x": 7}}\n</tool_call>'
+OPEN_CALL = "<tool_call>a<arg_key>x</arg_key><arg_value>7</arg_value>"
 JSON_CALL = '{"name": "a", "parameters": {"x": 7}}'
 OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, calls of `a`
     (PARTS, f"Hm.<|finish|>thought<|of|>{ANSWER}{TURN_END}", ("Well.", "Hm.", 0)),
@@ -384,6 +392,8 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (TO, " to=user<|text|>Well.", ("Well.", "", 0)),
     (TO, f" to=self<|text|>Hm.{NEXT} to=user<|text|>Well.", ("Well.", "Hm.", 0)),
     (TO, f"{CALL_TO}{NEXT}{CALL_TO}", ("", "", 2)),
+    (TO_WITH_DEFAULT, " to=user<|text|>Well.", ("Well.", "", 0)),
+    (TO_WITH_DEFAULT, f" to=self<|text|>Hm.{NEXT} to=user<|text|>Well.", ("Well.", "Hm.", 0)),
     (TO, f" to=self<|text|>Hm.{NEXT}{CALL_TO}", ("", "Hm.", 1)),
     (TO, f" to=user<|text|>Say to=self.{NEXT}{CALL_TO}", ("Say to=self.", "", 1)),
     (NAMED, "all\nWell.\nall\na\n{}", ("Well.\nall\na\n{}", "", 0)),
@@ -395,6 +405,10 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (NO_CALLS, "Well. <tool_call>a\n<k>x</k>\n<v>7</v>\n</tool_call>", ("Well.", "", 1)),
     (NO_CALLS, "Well. <tool_call>\n<f=a>\n<p=x>\n7\n</p>\n</f>\n</tool_call>", ("Well.", "", 1)),
     (NO_CALLS, 'Well. <tool_call><f name="a"><p name="x">7</p></f></tool_call>', ("Well.", "", 1)),
+    (NO_CALLS, 'a\n{"x": 7}', ("", "", 1)),
+    (NO_CALLS, 'a \n{"x": 7}\nWell.', ("Well.", "", 1)),
+    (NO_CALLS, 'b\n{"x": 7}', ('b\n{"x": 7}', "", 0)),
+    (NO_CALLS, 'Well. a\n{"x": 7}', ('Well. a\n{"x": 7}', "", 0)),
     (RECIPIENTS, f"{ANALYSIS}{CALL_IN_CHANNEL}", ("", "Hm.", 1)),
     (RECIPIENTS, f"{ANALYSIS}{CALL_TO_CHANNEL}", ("", "Hm.", 1)),
     (RECIPIENTS, CALL_TO_CHANNEL, ("", "", 1)),
@@ -424,6 +438,22 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (BRACKETS, '[TOOL_CALLS]a{"x": 7}[TOOL_CALLS]a{"x": 7}', ("", "", 2)),
     (SECTION, '<calls> <call> functions.a:0 <args> {"x": 7} </call> </calls>', ("", "", 1)),
     (INSTRUCTIONS, "<tool_call>a<k>x</k><v>7</v></tool_call>", ("", "", 1)),
+    (LIST, f"Well. <tool_call> [{JSON_CALL}]</tool_call>", ("Well.", "", 1)),
+    (BRACKETS, f"Well. <tool_call>{JSON_CALL}</tool_call>", ("Well.", "", 1)),
+    # calls without delimiters after text, at the start of a line
+    (HEADERS, f"Well.\n{JSON_CALL}", ("Well.", "", 1)),
+    (HEADERS, f"Well.\n\n```json\n[{JSON_CALL}]\n```", ("Well.", "", 1)),
+    (HEADERS, "Well.\n[a(x=7)]", ("Well.", "", 1)),
+    (PYTHON, "Well.\n[a(x=7), a(x=7)]", ("Well.", "", 2)),
+    (HEADERS, f"Write {JSON_CALL}", (f"Write {JSON_CALL}", "", 0)),
+    (HEADERS, 'As in\n{"name": "b"}', ('As in\n{"name": "b"}', "", 0)),
+    (HEADERS, "See\n[note", ("See\n[note", "", 0)),
+    # the next call ends one that nothing closes
+    (SECTION, '<calls><call>functions.a:0<args>{"x": 7}' * 2, ("", "", 2)),
+    (KEYS, f"{OPEN_CALL}{OPEN_CALL}</tool_call>", ("", "", 2)),
+    # delimiters without a call
+    (SECTION, "Write <calls> and </calls>.", ("Write <calls> and </calls>.", "", 0)),
+    (HERMES, '<tool_call>{"x": 7}', ('<tool_call>{"x": 7}', "", 0)),
     (BESIDE, JSON_CALL, ("", "", 1)),
     (BESIDE, f"<|text_start|>{JSON_CALL}<|text_end|>", ("", "", 1)),
     (BESIDE, f"<|text_start|><|text_end|>{JSON_CALL}", ("", "", 1)),
@@ -449,6 +479,25 @@ def test_outputs_are_read_in_the_format_of_the_template(
     content, reasoning, count = expected
     assert (response.content.strip(), response.reasoning) == (content, reasoning)
     assert calls == [("a", {"x": 7})] * count
+
+
+@pytest.mark.parametrize(
+    ("source", "entries"),
+    [
+        (COMPACT, "<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n<arg_key>t</arg_key>\nTEXT"),
+        (KEYS, "<arg_key>x</arg_key><arg_value>7\n<arg_key>t</arg_key> TEXT"),
+        (CODER, "\n<parameter=x>\n7\n<parameter=t>\n8 <parameter=z>\n</parameter>\n"),
+        (CODER, "<parameter=t><![CDATA[8 </parameter>]]></parameter><parameter=x>7</parameter>"),
+    ],
+)
+def test_values_end_where_the_next_begins(source: str, entries: str) -> None:
+    entries = entries.replace("TEXT", "<arg_value>8 <parameter=z></arg_value>")
+    call = f"a{entries}" if "arg_key" in entries else f"<function=a>{entries}</function>"
+    tools = [{"type": "function", "function": TYPED_TOOL_A}]
+    response = reader_of(source, False).read(f"<tool_call>{call}</tool_call>", tools)
+    text = "8 </parameter>" if "CDATA" in entries else "8 <parameter=z>"
+    [(name, arguments)] = response.calls
+    assert (name, json.loads(arguments)) == ("a", {"x": 7, "t": text})
 
 
 def test_reasoning_beside_calls_may_be_a_plan() -> None:

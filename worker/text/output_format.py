@@ -77,7 +77,8 @@ class Delimiter(NamedTuple):
         """Return where a partial delimiter of a call starts at the end of the text, so that it can
         be hidden; the text's length if there is none. `after_call`: the text follows a call, and a
         partial delimiter of any kind is hidden."""
-        if (self.next_phase != CALL or self.only_first) and not after_call:
+        is_call = self.next_phase == CALL and not (self.only_first or self.line_start)
+        if not is_call and (self.known_tool or not after_call):
             return len(text)
         match = self.pattern.search(text, partial=True)
         alone = match and after_call and not text[: match.start()].strip()
@@ -125,12 +126,7 @@ class OutputFormat:
         if not (calls and text.strip()):
             return False
         name = f"(?:{'|'.join(map(regex.escape, names))})"
-        json_call = rf'\{{\s*+"{name}"'
-        if key := calls.keys[0] if calls.keys else "name":
-            json_call = rf'\{{\s*+"{key}"\s*+:\s*+"{name}"'
-        call = rf"(?:\[\s*+)?{json_call}|\[\s*+{name}\("
-        before = rf"\s*+(?:{WRAPPER}\s*+)?(?:{regex.escape(calls.prefix_word)}\s*+)?"
-        pattern = regex.compile(rf"{before}(?:{call}).*", regex.DOTALL)
+        pattern = regex.compile(rf"\s*+{_undelimited_call(calls, name)}.*", regex.DOTALL)
         return pattern.fullmatch(text, partial=True) is not None
 
     def keeps_special(self, token: str) -> bool:
@@ -226,6 +222,17 @@ def _delimiter(phases: Iterable[str], next_phase: str, pattern: str, **options: 
     return Delimiter(frozenset(phases), next_phase, compiled, **options)
 
 
+# What some models write that have no format of their own: a name, a line feed, and arguments
+NAME_BEFORE_JSON = _delimiter(
+    (CONTENT,),
+    CALL,
+    rf"(?P<name>{TOOL_NAME})[ \t]*+\n\s*+(?=\{{)",
+    make_parser=lambda groups, _: PlainCallParser("", "", groups["name"]),
+    only_first=True,
+    known_tool=True,
+)
+
+
 def _ignored_delimiters(texts: Iterable[str]) -> list[Delimiter]:
     """Return delimiters within content, which end nothing."""
     return [_delimiter((CONTENT,), CONTENT, regex.escape(text)) for text in texts]
@@ -254,6 +261,18 @@ def _header_delimiters(phase: str, start: str, header: str) -> list[Delimiter]:
     ]
 
 
+def _undelimited_call(calls: ToolCallFormat, name: str = "") -> str:
+    """Return a pattern of the beginning of calls without delimiters, up to a name if its pattern is
+    given. Some models write calls as Python though their template writes JSON, or the reverse."""
+    word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
+    key = calls.keys[0] if calls.keys else "name"
+    member = (rf'{key}"\s*+:\s*+"' if key else "") + f'{name}"' if name else ""
+    json_call = rf'(?P<json>(?:\[\s*+)?\{{\s*+"{member})'
+    python_call = rf"(?P<python>\[\s*+{name or TOOL_NAME}\()"
+    # No leading \s*: a long run of white space would be searched from each of its positions.
+    return rf"(?:{WRAPPER}\s*+)?{word}(?={json_call}|{python_call})"
+
+
 def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     """Return what opens a call, with its name if that comes next, what closes it, and delimiters
     that may follow."""
@@ -261,11 +280,7 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     closes, after = calls.closing
     before = "".join(rf"(?:{_flexible_pattern(text)}\s*)?" for text in optional)
     if calls.undelimited:
-        word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
-        # No leading \s*: a long run of white space would be searched from each of its positions.
-        # Some models write calls as Python though their template writes JSON, or the reverse.
-        start = rf"(?P<json>(?:\[\s*+)?\{{\s*+\")|(?P<python>\[\s*+{TOOL_NAME}\()"
-        pattern = rf"(?:{WRAPPER}\s*+)?{word}(?={start})"
+        pattern = _undelimited_call(calls)
     elif calls.is_list:
         pattern = before + _flexible_pattern(opens)
         if calls.any_style and calls.call == DEFAULT_TOOL_CALL_FORMAT.call:
@@ -279,9 +294,11 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
             middle = rf"(?:{middle}|(?=\{{))"  # some models omit the delimiter before JSON
         pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
+    phases = (CONTENT,) if calls.undelimited else (CONTENT, REASONING)
     opening_call = partial(
         _delimiter,
-        (CONTENT,) if calls.undelimited else (CONTENT, REASONING),
+        # The next call ends one that nothing closes.
+        (*phases, CALL) if closes and not (calls.is_list or calls.message_start) else phases,
         CALL,
         make_parser=partial(make_call_parser, calls),
     )
@@ -294,20 +311,23 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         delimiters = [opening_call(pattern, only_first=calls.undelimited, trigger=trigger)]
     if closes:
         delimiters.append(_delimiter((CALL,), CONTENT, _flexible_pattern(closes)))
-    first = calls.syntax.pattern.match((calls.section[0] + calls.call[0]).strip())
+    after_call = partial(_delimiter, (CONTENT,), CONTENT, after_call=True)
     if calls.undelimited:
-        delimiters.append(_delimiter((CONTENT,), CONTENT, WRAPPER, after_call=True))
-    elif first and not (calls.is_list or calls.message_start):
-        # Some models write JSON calls in place of the template's.
-        json_calls = rf"{_flexible_pattern(first[0])}(?=\s*+(?:\[\s*+)?\{{\s*+\")"
-        plain = opening_call(
-            json_calls, make_parser=lambda *_: PlainCallParser("name", "arguments")
-        )
-        delimiters.append(plain)
-        for text in calls.syntax.pattern.findall(calls.call[1] + calls.section[1])[-1:]:
-            closes = regex.escape(text)
-            delimiters.append(_delimiter((CONTENT,), CONTENT, closes, after_call=True))
-    return delimiters + _ignored_delimiters(after)
+        named = _undelimited_call(calls, f"(?P<name>{TOOL_NAME})")
+        delimiters.append(opening_call(named, known_tool=True, line_start=True))
+        delimiters.append(after_call(WRAPPER))
+    elif not (calls.message_start or calls.any_style):
+        # Some models write JSON calls in place of the template's, or in <tool_call>.
+        opens, ends = (text.strip() for text in DEFAULT_TOOL_CALL_FORMAT.call)
+        first = calls.syntax.pattern.match((calls.section[0] + calls.call[0]).strip())
+        own = first[0] if first else ""
+        texts = {own, opens} - ({own} if calls.is_list else {""})
+        after += [ends, *calls.syntax.pattern.findall(calls.call[1] + calls.section[1])[-1:]]
+        for text in sorted(texts):
+            pattern = rf"{_flexible_pattern(text)}(?=\s*+(?:\[\s*+)?\{{\s*+\")"
+            make_parser = lambda *_: PlainCallParser("name", "arguments")  # noqa: E731
+            delimiters.append(opening_call(pattern, make_parser=make_parser))
+    return delimiters + [after_call(regex.escape(text)) for text in after]
 
 
 def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None) -> OutputFormat:

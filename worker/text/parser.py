@@ -108,9 +108,8 @@ class OutputParser:
     def phase(self) -> Phase:
         call = self._call
         # Undelimited JSON is no call before the name.
-        undecided = (
-            self._format.undelimited_calls and isinstance(call, JsonCallParser) and not call.started
-        )
+        undecided = isinstance(call, JsonCallParser) and not call.started
+        undecided = undecided and self._format.undelimited_calls
         if (self._inside == CALL and not undecided) or self._triggered is not None:
             return "call"
         return "reasoning" if self._inside == REASONING else "content"
@@ -175,9 +174,8 @@ class OutputParser:
     def is_plain(self, text: str) -> bool:
         """Return whether this text, if it follows, is content or reasoning in which no delimiter
         can begin, as most tokens are."""
-        if self._buffer.text or self._first_chars is None:
-            return False
-        return self._first_chars.isdisjoint(text)
+        chars = self._first_chars
+        return chars is not None and not self._buffer.text and chars.isdisjoint(text)
 
     def finish(self) -> list[OutputEvent]:
         """Return the events of the pending text, without a partial delimiter of a call."""
@@ -202,7 +200,7 @@ class OutputParser:
             call_ended = self._emit(self._buffer.take(length), events)
             if first is not None:
                 delimiter, match = first
-                if (in_string := self._in_string(match, ended)) is None:
+                if (in_string := self._in_string(delimiter, match, ended)) is None:
                     return events
                 self._follow(delimiter, match, in_string, events)
             elif not call_ended:
@@ -224,7 +222,8 @@ class OutputParser:
             match = pattern.search(text, partial=not ended)
             while match is not None and not self._counts(delimiter, match):
                 retry = (delimiter.known_tool or delimiter.line_start) and not match.partial
-                match = pattern.search(text, match.end(), partial=not ended) if retry else None
+                start = match.end() + (not match.group())
+                match = pattern.search(text, start, partial=not ended) if retry else None
             if match is None:
                 continue
             extendable = delimiter.extendable or not match.group()
@@ -259,28 +258,29 @@ class OutputParser:
             length = len(before.rstrip())
             after_text = length or (self._has_content and not self._after_delimiter)
             return not after_text or "\n" in before[length:]
-        if self._inside != self._format.initial_phase:
-            return True
-        if not (self._only_first or delimiter.only_first):
+        only_first = self._only_first or delimiter.only_first
+        if not only_first or self._inside != self._format.initial_phase:
             return True
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
-    def _in_string(self, match: Match, ended: bool) -> bool | None:
+    def _in_string(self, delimiter: Delimiter, match: Match, ended: bool) -> bool | None:
         """Return whether a delimiter is part of a value in a call, or of a string in its JSON that
         continues after it. None: more text is needed."""
         if self._call is None or not self._call.in_string:
             return False
         if isinstance(self._call, BufferedCallParser):
-            return self._constrained
+            return self._constrained or delimiter.next_phase == CALL
         rest = self._buffer.text[len(match.group()) :]
         continues = self._constrained or continues_json(rest)
-        undecided = continues is None and (ended or len(rest) > MAX_UNCERTAIN)
-        return False if undecided else continues
+        return False if continues is None and (ended or len(rest) > MAX_UNCERTAIN) else continues
 
     def _follow(
         self, delimiter: Delimiter, match: Match, in_string: bool, events: list[OutputEvent]
     ) -> None:
         """Enter the delimiter's next phase, unless it is part of a string."""
+        if self._inside == CALL == delimiter.next_phase and not in_string:
+            self._end_call(events)  # the delimiter of the next call is found again
+            return
         taken = self._buffer.take(len(match.group()))
         if in_string:
             self._emit(taken, events)

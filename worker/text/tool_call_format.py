@@ -143,8 +143,8 @@ class ToolCallFormat:
         return self.middle.replace(NAME, name)
 
     def call_prefix(self, name: str) -> str:
-        """Return the text of a call up to its arguments."""
-        text = self.call[0] + name + self.middle_of(name)
+        """Return the text of a call up to its arguments; "" without delimiters."""
+        text = "" if self.undelimited else self.call[0] + name + self.middle_of(name)
         return text.replace(INDEX, str(self.first_index)).replace(ID, "id")
 
     @property

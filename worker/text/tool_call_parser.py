@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -125,7 +125,7 @@ class JsonCallParser:
                 break
             self._brackets.add(char)
             self._opened |= self._brackets.depth > depth
-            self.may_continue &= self._opened or char in SPACE
+            self.may_continue &= self._brackets.depth > 0 if self._opened else char in SPACE
             nested |= max(depth, self._brackets.depth) > self._call_depth
             if self._fixed_name is not None:
                 self._add_argument(char)
@@ -324,7 +324,8 @@ def _json_string(chars: Iterable[str]) -> str:
 
 # ── arguments as entries ──
 
-CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)  # XML's quotes
+CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)  # XML's quotes
+WORD = r"\w+"  # of a type
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 
 
@@ -339,8 +340,8 @@ def read_entries(
             key: _read_nested_value(argument_format, value, types.get(key, ()))
             for key, value in _nested_entries(argument_format, text)
         }
-    entry, opens, position = _entry_pattern(argument_format), argument_format.open.strip(), 0
-    arguments = {}
+    entry, opens = _entry_pattern(argument_format, tuple(types)), argument_format.open.strip()
+    arguments, position = {}, 0
     while (start := text.find(opens, position)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
             break
@@ -410,21 +411,24 @@ def _types_of(
     return {*(allowed or JSON_TYPES)} & named or allowed
 
 
-@cache
-def _entry_pattern(argument_format: ArgumentFormat) -> re.Pattern[str]:
+@lru_cache(maxsize=256)
+def _entry_pattern(argument_format: ArgumentFormat, keys: tuple[str, ...]) -> re.Pattern[str]:
     """Any white space matches that of `middle`. A line feed on either side of the value belongs to
-    the format if the format has one there."""
-    parts = argument_format.middle.split() or [argument_format.middle]
+    the format if the format has one there. The start of an entry with one of these keys ends a
+    value that nothing closes."""
+    parts = argument_format.middle.replace("><", "> <").split() or [argument_format.middle]
     middle = r"\s*+".join(map(re.escape, parts))
     before = "\n?" * argument_format.middle.endswith("\n")
     after = "\n?" * argument_format.close.startswith("\n")
     opens, closes = (
         re.escape(text.strip()) for text in (argument_format.open, argument_format.close)
     )
-    middle, closes = middle.replace(TYPE, r"(?P<type>\w+)"), closes.replace(KEY, "(?P=key)")
+    known = "|".join(map(re.escape, keys)) or r"(?!)"
+    follows = rf"(?=\s?{opens}(?:{known}){middle.replace(TYPE, WORD)})"
+    middle, closes = middle.replace(TYPE, f"(?P<type>{WORD})"), closes.replace(KEY, "(?P=key)")
     return re.compile(
         rf"{opens}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
-        rf"{before}(?P<value>.*?){after}{closes}",
+        rf"{before}(?P<value>{CDATA.pattern}|.*?)(?:{after}{closes}|{follows})",
         re.DOTALL,
     )
 

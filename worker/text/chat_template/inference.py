@@ -39,6 +39,7 @@ from worker.text.chat_template.history import (
 )
 from worker.text.detokenizer import TextSpan
 from worker.text.output_format import (
+    NAME_BEFORE_JSON,
     ChannelFormat,
     OutputFormat,
     declared_output_format,
@@ -204,6 +205,7 @@ def with_default_calls(output_format: OutputFormat) -> OutputFormat:
         default = _with_unseen_calls(default, delimiters)
     return replace(
         default,
+        call_delimiters=(NAME_BEFORE_JSON, *default.call_delimiters),
         may_close_unopened=output_format.may_close_unopened,
         tool_calls=DEFAULT_TOOL_CALL_FORMAT,
     )
@@ -509,6 +511,7 @@ class TemplateProber:
         if start := self._message_start:
             parts = [between.partition(start)[0] for between in self._between_parts()]
             others = [end for part in parts for end in self._syntax.pattern.findall(part)[-1:]]
+            before = before.rpartition(start)[2]  # the first message may depend on the prompt's end
             content = (before, ends[0] if ends else "") if before.strip() else None
             return content, list(dict.fromkeys(others))
         if "".join(after.split()) != "".join("".join(ends).split()):
