@@ -103,7 +103,7 @@ def rows_of(params: SamplingParams, prompt: list[int], drafted: int) -> list[Sam
 
 
 def scores_of(rows: list[SamplingRow], logits: torch.Tensor) -> torch.Tensor:
-    raw = sampler._blocked(logits)
+    raw = sampler.blocked(logits)
     return process_logits(raw, rows, VOCABULARY, None).flatten(1)[:, :VOCABULARY]
 
 

@@ -15,6 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.model import sampler
 from worker.model.logit_changes import process_logits
+from worker.model.logprobs import prompt_logprobs
 from worker.model.sampler import (
     AHEAD,
     BLOCK,
@@ -23,7 +24,6 @@ from worker.model.sampler import (
     SamplingRow,
     SamplingState,
     TokenMask,
-    prompt_logprobs,
     uniform,
 )
 
@@ -214,7 +214,7 @@ def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> No
     output = [*range(20_000)]
     state = after(output, temperature=0.0, frequency_penalty=0.5).state
     rows = [SamplingRow(state, len(output) + n, (7,) * n) for n in range(17)]
-    raw, counted = sampler._blocked(normal(17, WIDE)), Counter(output)
+    raw, counted = sampler.blocked(normal(17, WIDE)), Counter(output)
 
     def cpu_s(run: Callable[[], object]) -> float:
         started = time.process_time()

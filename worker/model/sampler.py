@@ -5,7 +5,8 @@ uniform number of (seed, choice, position), never on the rest of the batch. That
 counter-based generator, not a stream, and goes through the inverse distribution function of the
 kept tokens in order of id: logits that differ by rounding shift a few bounds by as little.
 
-Not here: which rows there are, and the effect of a token on its request (stop strings, text).
+Not here: which rows there are, the effect of a token on its request (stop strings, text), and
+log-probabilities (logprobs.py).
 """
 
 import copy
@@ -276,7 +277,7 @@ def sample(
     top_k keep.
     """
     inputs = before.following(rows) if before else SamplingInputs(rows)
-    raw = _blocked(logits, mask is None and inputs.only_argmax)
+    raw = blocked(logits, mask is None and inputs.only_argmax)
     scores = raw
     if mask or inputs.processes_logits:
         from worker.model.logit_changes import process_logits
@@ -300,11 +301,13 @@ class SamplerOutput:
     def _start_copies(self) -> None:
         self._tokens, self._scores = AsyncCopy(self.tokens), None
         if self._logprobs:
+            from worker.model.logprobs import score_tokens
+
             index = to_device(list(self._logprobs), self.tokens.device)
             raw = self._raw if len(self._logprobs) == len(self._raw) else self._raw[index]
             top = max(self._logprobs.values())
             given = [self.inputs.rows[n].state.params.logprob_token_ids for n in self._logprobs]
-            self._scores = AsyncCopy(_score_tokens(raw, self.tokens[index], top, given))
+            self._scores = AsyncCopy(score_tokens(raw, self.tokens[index], top, given))
 
     @torch.inference_mode()
     def resample(self) -> bool:
@@ -330,27 +333,12 @@ class SamplerOutput:
         self.resample()
         sampled = list(map(SampledToken, self._tokens.read()))
         if self._scores:
-            scored = _scored_tokens(self._scores.read(), list(self._logprobs.values()))
+            from worker.model.logprobs import scored_tokens
+
+            scored = scored_tokens(self._scores.read(), list(self._logprobs.values()))
             for n, token in zip(self._logprobs, scored, strict=True):
                 sampled[n] = token
         return sampled
-
-
-@torch.inference_mode()
-def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[SampledToken]:
-    """Score the token targets[i] and the `top` best tokens by row i of logits [P, V].
-
-    A row with unusable logits has token -1. Takes two float32 copies of the logits, so callers
-    slice long prompts.
-    """
-    if not targets:
-        return []
-    if (missing := max(targets) + 1 - logits.shape[1]) > 0:  # such as placeholder ids of images
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-    raw = _blocked(logits)
-    ids = torch.tensor(targets, device=logits.device)
-    tokens = torch.where(raw.amax((1, 2)).isfinite(), ids, -1)
-    return _scored_tokens(_score_tokens(raw, tokens, top).tolist(), [top] * len(targets))
 
 
 def _takes_argmax(state: SamplingState) -> bool:
@@ -359,7 +347,7 @@ def _takes_argmax(state: SamplingState) -> bool:
     return params.temperature <= 0.0 and params.logprobs is None and not state.processes_logits
 
 
-def _blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
+def blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
     """Return [R, V] as [R, N, BLOCK], padded with -inf: float32, or 16 bits with `only_argmax`.
 
     Copied if dtype or width require it. On a GPU copied also unless `only_argmax`: rows may be
@@ -424,8 +412,8 @@ def _sample_kinds(
     temperature, *_, kind = parameters
     weights = None
     if found & {Kind.ANY, Kind.NUCLEUS}:
-        weights = _weights(blocks, peak, temperature if inputs.has_temperature else None)
-    mass = None if weights is None or Kind.NUCLEUS not in found else _sum(weights)
+        weights = relative_weights(blocks, peak, temperature if inputs.has_temperature else None)
+    mass = None if weights is None or Kind.NUCLEUS not in found else sum_weights(weights)
     tokens = None if weights is None or Kind.ANY not in found else _invert(weights, number)
     if not found & {Kind.TOP, Kind.NUCLEUS}:
         assert tokens is not None
@@ -447,7 +435,7 @@ def _argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
     return block[:, 0] * BLOCK + _select_block(blocks, block).argmax(-1)
 
 
-def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
+def relative_weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
     """Return probabilities relative to the largest, at a temperature [R], None: 1."""
     below = blocks - peak[:, None, None]
     if temperature is not None:
@@ -455,7 +443,7 @@ def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) ->
     return below.exp_()
 
 
-def _sum(weights: Tensor) -> Tensor:
+def sum_weights(weights: Tensor) -> Tensor:
     """Return the float64 sums [R] of weights [R, N, BLOCK]."""
     return weights.sum(-1).double().sum(-1)
 
@@ -477,7 +465,7 @@ def _sample_top(
     None if all were considered.
     """
     temperature, top_p, top_k, min_p, _ = parameters[..., None]
-    values, ids = _largest(blocks, width)  # each filter keeps a prefix of this order
+    values, ids = largest(blocks, width)  # each filter keeps a prefix of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
     last = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1))
@@ -506,7 +494,7 @@ def _sample_top(
     return tokens, (needed == values[:, -1:])[:, 0]
 
 
-def _largest(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def largest(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the `width` or more largest scores of each row, descending, and their ids; equal
     scores are in order of id."""
     flat = blocks.flatten(1)
@@ -546,41 +534,3 @@ def _count_passed(sums: Tensor, target: Tensor) -> Tensor:
 def _select_block(blocks: Tensor, block: Tensor) -> Tensor:
     """Return [R, BLOCK]: one block [R, 1] of each row."""
     return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
-
-
-# ── log-probabilities ──
-
-
-def _score_tokens(
-    raw: Tensor, tokens: Tensor, top: int, given: Sequence[tuple[int, ...]] = ()
-) -> Tensor:
-    """Return float64 [R, 3 + 2 · at most top]: each of `tokens` [R], its log-probability and the
-    number of more likely tokens; then the log-probabilities of the best tokens, or of those that
-    are `given` for a row, and their ids."""
-    peak = raw.amax((1, 2))
-    normalizer = _sum(_weights(raw, peak)).log() + peak
-    logits = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
-    more_likely = (raw.flatten(1) > logits).sum(1, keepdim=True)
-    parts = [tokens[:, None].double(), logits - normalizer[:, None], more_likely.double()]
-    if top:
-        values, ids = (best[:, :top] for best in _largest(raw, max(top, CANDIDATES)))
-        if any(given):
-            width = ids.shape[1]
-            table = np.array([(row + (-1,) * width)[:width] for row in given])
-            wanted = to_device(table, ids.device)
-            ids = torch.where(wanted < 0, ids, wanted)
-            values = raw.flatten(1).gather(1, ids)
-        parts += [values - normalizer[:, None], ids.double()]
-    return torch.cat(parts, 1)
-
-
-def _scored_tokens(rows: list[list[float]], counts: Sequence[int]) -> list[SampledToken]:
-    """Parse rows of _score_tokens, with the counts[i] best tokens of row i."""
-    sampled = []
-    for count, (token, logprob, more_likely, *rest) in zip(counts, rows, strict=True):
-        half = len(rest) // 2
-        best = zip(map(int, rest[half:]), rest[:count], strict=False)
-        top = tuple(pair for pair in best if pair[1] > -np.inf)
-        scored = SampledToken(int(token), logprob, top, int(more_likely) + 1)
-        sampled.append(scored if token >= 0 else SampledToken(-1))
-    return sampled

@@ -24,7 +24,7 @@ from batching.sequence import Chunk, PrefixedTokens, Reads, TokenList
 from worker.error_classification import failure_of
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
-from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
+from worker.model.sampler import SampledToken, SamplingParams, SamplingState
 from worker.text.detokenizer import CONTEXT, TextSpan, Vocabulary
 from worker.text.parser import OutputEvent, OutputParser
 
@@ -176,6 +176,8 @@ class SequenceOutput:
 
     def score(self, logits: Tensor, chunk: Chunk) -> list[SampledToken]:
         """Score the prompt's tokens that follow the chunk's positions, by their logits [P, V]."""
+        from worker.model.logprobs import prompt_logprobs
+
         positions = chunk.to_score
         targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
