@@ -133,7 +133,7 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
             load_decision_config(file, "")
     read_object("CHAT_TEMPLATE_KWARGS", settings.chat_template_kwargs)
     if (folder := settings.voices_dir) != "none" and not is_folder(folder):
-        raise SettingsError(f"VOICES_DIR={folder!r}: there is no such folder")
+        raise SettingsError(f"VOICES_DIR={folder!r}: {missing(folder)}")
     check_adapters(settings)
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
@@ -171,7 +171,7 @@ def check_adapters(settings: Settings) -> None:
     """Raise SettingsError for adapters that have no files inside LORA_DIR, or no base."""
     root = settings.lora_dir
     if root != "none" and not is_folder(root):
-        raise SettingsError(f"LORA_DIR={root!r}: there is no such folder")
+        raise SettingsError(f"LORA_DIR={root!r}: {missing(root)}")
     for reference in parse_adapters(settings):
         where = f"LORA={reference.entry!r}"
         if settings.chat_model == "none":
@@ -241,6 +241,17 @@ def check_model(name: str, entry: str, path: str) -> None:
         raise SettingsError(f"{name}={entry!r}: {problem}")
 
 
+def missing(path: str, kind: str = "folder") -> str:
+    """Return why there is nothing at a path: the process may lack the rights to see it."""
+    try:
+        os.stat(os.path.expanduser(path))
+    except PermissionError as error:
+        return f"this {kind} cannot be read: {error.strerror}"
+    except OSError:
+        pass
+    return f"there is no such {kind}"
+
+
 def _model_problem(model: str) -> str:
     """Return why there can be no such model; empty if there can."""
     if os.path.isfile(os.path.expanduser(model)):
@@ -248,7 +259,7 @@ def _model_problem(model: str) -> str:
     if is_folder(model):
         return folder_problem(Path(model).expanduser())
     if model.startswith(("/", ".", "~")):
-        return f"there is no such {'file' if model.endswith(GGUF) else 'folder'}"
+        return missing(model, "file" if model.endswith(GGUF) else "folder")
     if "://" in model:
         return "is no link to a model: https://huggingface.co/OWNER/NAME"
     if model.partition("@")[0].endswith(GGUF):

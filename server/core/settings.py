@@ -563,7 +563,7 @@ def parse(spec: Field[Any], raw: str) -> Any:
         pattern, accepted = spec.metadata["part"]
         if all(re.fullmatch(pattern, part) for part in parts):
             return parts
-        value_text = "" if spec.name.endswith("_keys") else f"={raw!r}"  # keys are secret
+        value_text = "" if spec.name.endswith("_keys") else f"={raw[:200]!r}"  # keys are secret
         raise SettingsError(f"{spec.name.upper()}{value_text}: must be {accepted}")
     types: Any = get_args(spec.type) or [spec.type]
     kind, *optional = types
@@ -587,5 +587,5 @@ def parse(spec: Field[Any], raw: str) -> Any:
             if minimum <= value <= MAX_NUMBER:
                 return value
             accepted = f"at most {MAX_NUMBER}" if value > MAX_NUMBER else f"at least {minimum:g}"
-    value_text = "" if spec.name == "store" else f"={raw!r}"  # it may have a password
+    value_text = "" if spec.name == "store" else f"={raw[:200]!r}"  # it may have a password
     raise SettingsError(f"{spec.name.upper()}{value_text}: must be {accepted}")

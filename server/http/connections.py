@@ -9,6 +9,7 @@ open files, connections that wait for a request are closed.
 
 import asyncio
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -17,6 +18,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -37,6 +39,7 @@ REST_FACTOR = 40  # nothing is read from the connection for this many times as l
 # What arrives of a refused body is dropped for this long: else the client may miss the response.
 LINGER_S = 10.0
 DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
+FRAMING = b"content-length", b"transfer-encoding"
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
 # The part of the open files that connections may take; bodies, responses and models need others.
 CONNECTIONS_SHARE = 0.75
@@ -248,6 +251,7 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
 
     unparsed = 0  # bytes since the last complete header, chunk of a body, or end of a body
     in_header = True
+    fed = b""  # to the parser at present
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -259,7 +263,9 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
             chunk = data[start : start + MAX_HEADER_BYTES - self.unparsed]
             start += len(chunk)
             self.unparsed += len(chunk)
+            self.fed = chunk
             super()._parse(chunk)
+            self.fed = b""
             self._give_body()
             if self.unparsed >= MAX_HEADER_BYTES:
                 message = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
@@ -291,7 +297,24 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
             super().on_body(bytes(self.body))
             self.body.clear()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read on as HTTP/1.1. Java's HttpClient asks for HTTP/2 and sends the body at once.
+
+        The parser has skipped the body: another one reads it behind a header with its length. The
+        connection ends with the response."""
+        error: Any = sys.exception()  # of the parser, with the place where it has stopped
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in FRAMING]
+        self.cycle.keep_alive = False
+        callbacks = SimpleNamespace(
+            on_body=self.on_body, on_message_complete=self.on_message_complete
+        )
+        self.parser = HttpRequestParser(callbacks)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines) + b"\r\n")
+        HttpToolsProtocol.data_received(self, self.fed[error.args[0] :])
+
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            return  # see `_unsupported_upgrade_warning`
         self._give_body()
         super().on_message_complete()
         self.scope["body_is_incomplete"] = False

@@ -55,7 +55,7 @@ SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for p
 PATHS_BY_REPLACEMENT: Mapping[str, Sequence[str]] = {
     "POST /v1/chat/completions": ["/api/chat", "/v1/edits"],
     "POST /v1/completions": ["/api/generate", "/completion", "/generate", "/generate_stream"],
-    "POST /v1/embeddings": ["/api/embed", "/api/embeddings", "/embedding"],
+    "POST /v1/embeddings": ["/api/embed", "/api/embeddings", "/embedding", "/v2/embed"],
     "POST /tokenize: give the client the folder of the tokenizer": ["/tokenizer_info"],
     "GET /models": ["/api/ps", "/api/show", "/api/tags", "/info", "/props", "/slots"],
     "POST / with PIPELINE_TASK=text-classification": ["/classify", "/v1/moderations"],

@@ -539,3 +539,30 @@ def test_an_unread_response_is_dropped(http: Parser, monkeypatch: pytest.MonkeyP
         with connect(server) as client:
             client.sendall(POST)
             assert len(read_response(client)[1]) > 16_000_000
+
+
+TO_HTTP_2 = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAA\r\nUpgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize("request_", [POST, CHUNKED + b"0\r\n\r\n"], ids=["length", "chunked"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_body_of_a_request_that_asks_for_another_protocol_is_read(
+    either: Server, request_: bytes, at_once: bool
+) -> None:
+    """As Java's HttpClient does by default: it asks for HTTP/2 in its first request."""
+    head, body = request_.split(END)[0] + b"\r\n" + TO_HTTP_2 + b"\r\n", request_.split(END, 1)[1]
+    with connect(either) as client:
+        for piece in [head + body] if at_once else [head, body[:2], body[2:]]:
+            client.sendall(piece)
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        assert (response.status, json.loads(response.read())) == (200, {"echo": "text"})
+        if response.getheader("connection") != "close":
+            client.sendall(SHORT)
+            assert http_response(client).status == 200
+
+
+def test_a_request_without_a_body_may_ask_for_another_protocol(either: Server) -> None:
+    with connect(either) as client:
+        client.sendall(SHORT.removesuffix(b"\r\n") + TO_HTTP_2 + b"\r\n")
+        assert http_response(client).status == 200

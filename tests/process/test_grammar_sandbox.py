@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from llguidance import LLMatcher
 
 from batching.errors import InvalidInput, ItemFailed, QueueFull, WorkerDown
 from batching.fair_share import NO_OWNER, WorkOwner
@@ -534,3 +535,18 @@ def test_deferred_masks_change_no_output_and_delay_no_others(
     assert len(set(expected)) > 1
     monkeypatch.setattr(bitmask, "MAX_WAIT_S", 0.0)
     assert texts() == expected
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        '?start: sum\n?sum: number (("+" | "-") number)*\nnumber: /[0-9]+/',  # as outlines sends it
+        '%import common.INT\n\n!start : "a" INT',
+        'root ::= "start:" digit\ndigit ::= [0-9]',
+        '# a comment\nroot ::=\n  "a"',
+    ],
+)
+def test_gbnf_is_recognized_by_its_rules(grammar: str) -> None:
+    lark = sandbox.to_lark(grammar, is_client_grammar=True, forces_text=True)
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark)) == ""
+    assert (lark == grammar) == ("::=" not in grammar)

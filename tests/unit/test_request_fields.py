@@ -1,13 +1,22 @@
 """Error texts of request fields: the field, the accepted values and the given value."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import Struct, inspect
 
 from batching.errors import InvalidInput
+from server.apis.openai.adapters import LoadAdapterRequest
 from server.apis.openai.chat import ChatRequest
+from server.apis.openai.completions import CompletionRequest
+from server.apis.openai.decisions.request import DecisionRequest
+from server.apis.openai.embedding.embeddings import EmbeddingRequest
+from server.apis.openai.embedding.rerank import RerankRequest
+from server.apis.openai.infill import InfillRequest
 from server.apis.openai.request_fields import convert, decode
 from server.apis.openai.responses.request import ResponseRequest
+from worker.messages.generation import Chat
 
 
 @pytest.mark.parametrize(
@@ -55,3 +64,73 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
     ):
         with pytest.raises(InvalidInput, match=message):
             decode({**body, "max_tokens": value}, ChatRequest, lambda name: "demo", {})
+
+
+BODIES = (
+    ChatRequest, CompletionRequest, ResponseRequest, InfillRequest, EmbeddingRequest, RerankRequest,
+    DecisionRequest, LoadAdapterRequest,
+)  # fmt: skip
+
+
+def not_nullable(node: Any, path: str, parents: tuple[type, ...] = ()) -> Iterator[str]:
+    """Yield the optional fields, also of objects within fields, that do not accept null."""
+    match node:
+        case inspect.Metadata():
+            yield from not_nullable(node.type, path, parents)
+        case inspect.UnionType():
+            for member in node.types:
+                yield from not_nullable(member, path, parents)
+        case inspect.ListType() | inspect.VarTupleType():
+            yield from not_nullable(node.item_type, f"{path}[]", parents)
+        case inspect.StructType() if node.cls not in parents:
+            for field in node.fields:
+                type_ = getattr(field.type, "type", field.type)  # of Metadata
+                types = getattr(type_, "types", (type_,))
+                nullable = any(isinstance(t, inspect.NoneType | inspect.AnyType) for t in types)
+                if not (field.required or nullable):
+                    yield f"{path}.{field.encode_name}"
+                name = f"{path}.{field.encode_name}"
+                yield from not_nullable(field.type, name, (*parents, node.cls))
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_null_counts_as_absent_also_within_fields(kind: type[Struct]) -> None:
+    """As clients in Java, C# and Go send unset fields."""
+    assert [*not_nullable(inspect.type_info(kind), "")] == []
+
+
+def prompt_of(*messages: dict[str, Any]) -> Chat:
+    request = decode({"messages": [*messages]}, ChatRequest, lambda name: "demo", {})
+    prompt = request.generation_input().prompt
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+def test_a_text_may_stand_for_a_part() -> None:
+    """As LangChain sends the parts of a message."""
+    parts = ["a", {"type": "text", "text": "b"}, "c"]
+    [message] = prompt_of({"role": "user", "content": parts}).messages
+    assert message["content"] == "a\nb\nc"
+
+
+def test_a_call_without_type_and_arguments_and_its_empty_result() -> None:
+    """As go-openai leaves out what is empty."""
+    call = {"id": "c", "type": None, "function": {"name": "f", "arguments": None}}
+    result = {"role": "tool", "tool_call_id": "c"}
+    calling, answer = prompt_of({"role": "assistant", "tool_calls": [call]}, result).messages
+    function = {"name": "f", "arguments": ""}
+    assert calling["tool_calls"] == [{"function": function, "id": "c", "type": "function"}]
+    assert answer["content"] == ""
+
+
+def test_images_of_a_tool_result_follow_it_as_those_of_a_user() -> None:
+    """As Zed and LangChain send them; templates take images of users only."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [{"type": "text", "text": "a"}, image, "b"]
+    prompt = prompt_of({"role": "tool", "tool_call_id": "c", "content": content})
+    result, shown = prompt.messages
+    assert (result["content"], result["tool_call_id"]) == ("a\nb", "c")
+    assert shown == {"role": "user", "content": [{"type": "image"}]}
+    assert len(prompt.media) == 1
+    with pytest.raises(InvalidInput, match=r"content\[0\].type: images, recordings and videos"):
+        prompt_of({"role": "assistant", "content": [image]})

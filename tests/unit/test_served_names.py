@@ -1,6 +1,7 @@
 """Served models and their names: NAME=MODEL, lists, files, MODEL_ALIASES and the hub's cache."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,29 @@ def test_a_setting_that_names_no_model_is_refused_at_start(
         create_app(load_settings({name: value, **models}))
     assert str(refused.value).startswith(name)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["CHAT_MODEL", "VOICES_DIR", "LORA_DIR"])
+def test_a_folder_that_the_process_may_not_see_is_not_called_missing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if path == "/locked/model":
+            raise PermissionError(13, "Permission denied")
+        return found(path, *args, **options)
+
+    found = os.stat
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(SettingsError) as refused:
+        create_app(load_settings({name: "/locked/model"}))
+    problem = "this folder cannot be read: Permission denied"
+    assert str(refused.value) == f"{name}='/locked/model': {problem}"
+
+
+def test_a_refused_value_is_quoted_in_part() -> None:
+    with pytest.raises(SettingsError, match=r"MAX_RUNNING='9+x9+': must be a whole") as refused:
+        load_settings({"MAX_RUNNING": "9" * 100 + "x" + "9" * 100_000})
+    assert len(str(refused.value)) < 300
 
 
 def create(aliases: str, **models: str) -> None:

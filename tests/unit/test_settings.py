@@ -175,7 +175,7 @@ def test_short_names_of_other_programs_are_no_misspellings() -> None:
         ),
         ('{"temperature": "hot"}', "temperature: expected float, got str"),
         ('{"temperature": 2.1}', "temperature: expected float <= 2.0, not 2.1"),
-        ('{"top_p": 0}', "top_p: expected float > 0.0, not 0"),
+        ('{"top_p": -0.1}', "top_p: expected float >= 0.0, not -0.1"),
         ('{"top_k": 1.5}', "top_k: expected int, got float"),
         ('{"top_k": -2}', "top_k: expected int >= -1, not -2"),
         ('{"min_p": true}', "min_p: expected float, got bool"),

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 # The lexer of every copy of a grammar grows during decoding; these bound a step, and its states.
 LIMITS = LLParserLimits(
@@ -41,6 +41,7 @@ STALLED = "the machine had no time for it"  # says nothing of the grammar
 TOO_LARGE = "it needs too much memory, or is nested too deeply"
 TOO_COMPLEX = "it is too complex, or requires text without end"
 ANY_BIT = re.compile(rb"[^\0]")
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has a colon alone
 
 
 class Unusable(Exception):
@@ -56,7 +57,8 @@ class SandboxResult(NamedTuple):
 def to_lark(grammar: str, is_client_grammar: bool, forces_text: bool) -> str:
     """Return the grammar as it is compiled. `is_client_grammar`: it may be GBNF. `forces_text`:
     llguidance may tokenize forced text itself."""
-    lark: str = any_to_lark(grammar) if is_client_grammar else grammar
+    is_gbnf = is_client_grammar and GBNF_RULE.search(grammar)
+    lark: str = gbnf_to_lark(grammar) if is_gbnf else grammar
     return lark if forces_text else f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 

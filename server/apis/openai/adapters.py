@@ -30,7 +30,7 @@ MAX_PATH = 4096  # characters
 class LoadAdapterRequest(Struct):
     lora_name: str
     lora_path: Annotated[str, Meta(max_length=MAX_PATH)]
-    load_inplace: bool = False  # replace the adapter of this name
+    load_inplace: bool | None = None  # replace the adapter of this name
     base_model_name: str | None = None  # None: the first chat model
 
 

@@ -60,11 +60,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": (False,),
         "audio": (),
         "best_of": ONE,
-        "function_call": ("none",),
+        "function_call": ("none", "auto"),
         "functions": (),
         "modalities": (["text"],),
         "moderation": (),
-        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
         "web_search_options": (),
     } | GenerationRequest.unimplemented
 

@@ -31,7 +31,7 @@ class Extra(Struct):
     """A file beside the edited one."""
 
     text: str
-    filename: str = ""
+    filename: str | None = None
 
 
 class InfillRequest(GenerationRequest, kw_only=True):
@@ -78,7 +78,7 @@ class InfillEnd(Struct):
 class Infill(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         request = decode(parse_json(body), InfillRequest, self.models.id_for, scope)
-        extras = (f"{extra.filename}\n{extra.text}\n" for extra in request.input_extra or ())
+        extras = (f"{extra.filename or ''}\n{extra.text}\n" for extra in request.input_extra or ())
         before = "".join((*extras, request.input_prefix or "", request.prompt or ""))
         after: Any = {"suffix": request.input_suffix or "", "param": "input_prefix"}
         return ParsedRequest(request, [request._input(before, None, **after)])

@@ -56,8 +56,7 @@ CALL_FIELDS = any_of(
 MESSAGE_FIELDS = any_of(
     ({"content": {"type": ["string", "array"], "minItems": 1}}, ["content"]),
     (CALLING, ["tool_calls"]),
-    ({"role": {"const": "assistant"}, "content": {"type": ["null", "array"]}}, []),
-    ({"role": {"const": "tool"}, "content": {"type": "array"}}, ["content"]),
+    ({"role": {"enum": ["assistant", "tool"]}, "content": {"type": ["null", "array"]}}, []),
 )
 
 
@@ -99,7 +98,7 @@ class ContentPart(TextPart):
 
 class CalledFunction(Struct):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class CalledCustomTool(Struct):
@@ -110,7 +109,7 @@ class CalledCustomTool(Struct):
 class ToolCall(Struct):
     function: CalledFunction | None = None
     id: str | None = None
-    type: str = "function"
+    type: str | None = "function"
     custom: CalledCustomTool | None = None
 
     def to_template(self, path: str) -> Document:
@@ -120,14 +119,14 @@ class ToolCall(Struct):
             function: Document = {"name": custom.name, "arguments": {INPUT: custom.input}}
         else:
             called: CalledFunction = required(self.function, f"{path}.function")
-            function = {"name": called.name, "arguments": called.arguments}
+            function = {"name": called.name, "arguments": called.arguments or ""}
         type_ = "function" if self.type == "custom" else self.type
-        return {"function": function, "id": self.id, "type": type_}
+        return {"function": function, "id": self.id, "type": type_ or "function"}
 
 
 class Message(Struct):
     role: Role
-    content: str | list[Annotated[ContentPart, PART_FIELDS]] | None = None
+    content: str | list[Annotated[ContentPart, PART_FIELDS] | str] | None = None
     name: str | None = None
     tool_calls: list[Annotated[ToolCall, CALL_FIELDS]] | None = None
     tool_call_id: str | None = None
@@ -143,7 +142,7 @@ class Message(Struct):
             content, media, thoughts = self._parts(self.content, path)
         elif isinstance(self.content, str):
             content = self.content
-        elif self.role == "assistant" or (self.role == "tool" and self.content == []):
+        elif self.role in ("assistant", "tool"):
             content = None if self.role == "assistant" and self.tool_calls else ""  # as in vLLM
         else:
             reason = "is required" if self.content is None else "must not be empty"
@@ -166,7 +165,7 @@ class Message(Struct):
         return {"role": role, "content": content, **optional}, media
 
     def _parts(
-        self, parts: list[ContentPart], path: str
+        self, parts: Sequence[ContentPart | str], path: str
     ) -> tuple[str | list[Document], list[MediaInput], str]:
         """Return the content as text, or as parts if there are media; the media; the reasoning."""
         documents: list[Document] = []
@@ -174,14 +173,16 @@ class Message(Struct):
         thoughts: list[str] = []
         for n, part in enumerate(parts):
             part_path = f"{path}.content[{n}]"
+            if isinstance(part, str):  # as in vLLM
+                part = ContentPart("text", part)
             if part.type == THINKING and self.role == "assistant":
                 thoughts.append(required(part.thinking, f"{part_path}.{THINKING}"))
                 continue
             if part.type not in MEDIA:
                 documents.append({"type": "text", "text": part.read(part_path, TEXTS)})
                 continue
-            if self.role != "user":
-                reason = "images, recordings and videos are for messages of the user only"
+            if self.role not in ("user", "tool"):
+                reason = "images, recordings and videos are for messages of the user and of tools"
                 raise InvalidInput.at(f"{part_path}.type", reason)
             documents.append({"type": MEDIA[part.type]})
             media.append(part.media_input(part_path))
@@ -237,6 +238,11 @@ def to_template_messages(
     media: list[MediaInput] = []
     for path, message in messages:
         document, message_media = message.to_template(path)
+        if message_media and message.role == "tool":  # templates take media of users only
+            parts = document["content"]
+            texts = [part["text"] for part in parts if part["type"] == "text"]
+            documents.append({**document, "content": "\n".join(texts)})
+            document = {"role": "user", "content": [p for p in parts if p["type"] != "text"]}
         documents.append(document)
         media += message_media
         if len(media) > MAX_MEDIA:

@@ -131,13 +131,13 @@ class GenerationRequest(Struct, kw_only=True):
         "epsilon_cutoff": ZERO,
         "guided_json_object": (False,),
         "length_penalty": ONE,
-        "logits_processors": ([],),
+        "logits_processors": (),
         "mirostat": ZERO,
         "n_predict": (),
         "n_probs": ZERO,
         "num_beams": ONE,
         "samplers": (),
-        "stop_regex": ([], ""),
+        "stop_regex": (),
         "structural_tag": (),
         "tfs_z": ONE,
         "typical_p": ONE,
@@ -149,7 +149,7 @@ class GenerationRequest(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -165,7 +165,7 @@ class GenerationRequest(Struct, kw_only=True):
     no_repeat_ngram_size: NgramSize | None = None
     vllm_xargs: ExtraArgs | None = None
     generation_config: str | None = None  # JSON; its fields stand in for absent ones
-    stop: NonEmpty | Stops | None = None
+    stop: str | Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -287,7 +287,9 @@ class GenerationRequest(Struct, kw_only=True):
         stopping = Stopping(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=tuple(
+                filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or ())
+            ),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             includes_stop=bool(self.include_stop_str_in_output),
@@ -360,13 +362,16 @@ def decode(
 
 
 def refuse_unimplemented(document: Document, names: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise InvalidInput for a parameter that is not implemented. `names`: with accepted values."""
+    """Raise InvalidInput for a parameter that is not implemented, unless it is empty. `names`: with
+    accepted values."""
     for path, accepted in names.items():
         value: Any = document
         for key in path.split("."):
             value = None if value is None else value.get(key)
+        if value in (None, "", []):
+            continue
         # Types are compared as well: False == 0.
-        if value is not None and (type(value), value) not in [(type(x), x) for x in accepted]:
+        if (type(value), value) not in [(type(x), x) for x in accepted]:
             use = f"use {REPLACEMENTS[path]}" if path in REPLACEMENTS else "leave it out"
             raise InvalidInput.at(path, f"is not implemented, {use}")
 

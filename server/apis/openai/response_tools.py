@@ -150,8 +150,8 @@ class ChosenCustomTool(ChosenTool, tag="custom"): ...
 
 class AllowedEntry(Struct):
     name: str
-    type: Literal["function", "custom"] = "function"
-    namespace: str | UnsetType = UNSET
+    type: Literal["function", "custom"] | None = "function"
+    namespace: str | UnsetType | None = UNSET
 
 
 class AllowedTools(Struct, tag_field="type", tag="allowed_tools"):

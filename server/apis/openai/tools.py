@@ -103,7 +103,7 @@ TypedMode: TypeAlias = AutoMode | NoneMode | RequiredMode
 
 
 class AllowedTool(Struct):
-    type: Literal["function", "custom"] = "function"
+    type: Literal["function", "custom"] | None = "function"
     function: FunctionName | None = None
     custom: FunctionName | None = None
 
@@ -143,7 +143,7 @@ def chat_tools(
     elif isinstance(choice, AllowedChoice):
         mode = choice.allowed_tools.mode
         for n, allowed in enumerate(choice.allowed_tools.tools):
-            path = f"tool_choice.allowed_tools.tools[{n}].{allowed.type}"
+            path = f"tool_choice.allowed_tools.tools[{n}].{allowed.type or 'function'}"
             entry = allowed.custom if allowed.type == "custom" else allowed.function
             chosen[f"{path}.name"] = required(entry, path).name
     else:

@@ -43,7 +43,7 @@ class ItemPart(QuestionPart):
 
 
 class DecisionItem(Struct):
-    type: DecisionItemType | CustomToolType = "message"
+    type: DecisionItemType | CustomToolType | None = "message"
     role: ItemRole | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None

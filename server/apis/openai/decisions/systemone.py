@@ -33,7 +33,7 @@ ASSETS = Meta(max_length=4, description="Images by their placeholders")
 
 class Asset(Struct):
     data_base64: str
-    type: Literal["image"] = "image"
+    type: Literal["image"] | None = "image"
     format: str | None = None  # read from the data
 
 

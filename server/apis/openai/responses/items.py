@@ -357,7 +357,7 @@ def _join(parts: str | list[Document]) -> str:
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def _content(parts: list[Document]) -> str | list[ContentPart]:
+def _content(parts: list[Document]) -> str | list[ContentPart | str]:
     """Return a message's content: text, or parts if there are media."""
     if all(part["type"] not in MEDIA for part in parts):
         return _join(parts)

@@ -91,7 +91,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "n": (1,),
         "prompt": (),
         "prompt_logprobs": (),
-        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
         "response_format": (),
         "return_token_ids": (False,),
         "reasoning.context": ("auto", "current_turn", "all_turns"),
