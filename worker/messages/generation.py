@@ -40,6 +40,7 @@ class MediaInput:
     limits: tuple[tuple[str, float], ...] = ()
     background: tuple[int, int, int] = WHITE  # of transparent pixels
     kind: MediaKind = "image"
+    in_video: bool = False  # the sound of the video before it
 
     @property
     def is_low_detail(self) -> bool:

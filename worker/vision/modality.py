@@ -9,6 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,11 +69,12 @@ class Modality:
     `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `axes`: along which
     tensors of items are joined. `output_names`: outputs of the processor that belong to the media,
     not to the text. `window_tokens`: of a window of a recording, 0 where the part makes no windows.
-    `is_split`: whether items are encoded in tiles.
+    `is_split`: whether items are encoded in tiles. `default_options`: of the processor's call.
     """
 
     is_split = True
     window_tokens = 0
+    default_options: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, processor: Any, kind: MediaKind, candidates: Sequence[int]) -> None:
         """`candidates`: ids that may be `token_id`."""
@@ -185,7 +187,8 @@ class Modality:
 
         blanks = [self.blank(self.size(item)) for item in items]
         replaced = {self: ([*items] if self.kind == "audio" else blanks, process)}
-        named = {self.options_name: requested} if requested else {}
+        options = requested or self.default_options
+        named = {self.options_name: {**options}} if options else {}
         outputs = call_replaced(processor, self.token * len(items), replaced, **named)
         [features] = calls
         return Calls(features, outputs)
@@ -226,10 +229,11 @@ def _noise(samples: int) -> np.ndarray:
 
 
 def find_modalities(
-    processor: Any, config: Any
+    processor: Any, config: Any, classes: Mapping[MediaKind, type[Modality]]
 ) -> tuple[dict[MediaKind, Modality], dict[MediaKind, str]]:
     """Return those of a checkpoint's processor: of kinds that it has a part and a token for; and
-    why it does not take media of the other kinds that it has a part for."""
+    why it does not take media of the other kinds that it has a part for. `classes`: of kinds that
+    have their own."""
     found: dict[MediaKind, Modality] = {}
     failures: dict[MediaKind, str] = {}
     for kind, names in KIND_NAMES.items():
@@ -240,18 +244,10 @@ def find_modalities(
             failures[kind] = "it has no token for them"
             continue
         try:
-            found[kind] = modality_class(kind)(processor, kind, candidates)
+            found[kind] = classes.get(kind, Modality)(processor, kind, candidates)
         except Exception as error:  # any error of the library
             failures[kind] = first_line(error)
     return found, failures
-
-
-def modality_class(kind: MediaKind) -> type[Modality]:
-    if kind != "video":
-        return Modality
-    from worker.vision.video import VideoModality
-
-    return VideoModality
 
 
 def placeholder_ids(processor: Any, config: Any, kind: MediaKind) -> Sequence[int]:

@@ -110,6 +110,8 @@ class InputProcessor:
         self._processors = self._config_processors(defaults, self.eos_token_ids)
         template = ChatTemplate(tokenizer, language.template_defaults, language.reasoning)
         self.template = verify_tool_call_format(template)
+        if media_preprocessor:
+            self.template.omits_video_sound = media_preprocessor.processor.interleaves_sound
         self._default_seed = language.default_seed
         self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(

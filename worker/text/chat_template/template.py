@@ -80,7 +80,9 @@ class ChatTemplate:
     `history_format`: None if the template takes no calls or results. `examples`: calls as the
     template renders them, with their names and arguments. `notes`: what the template lacks, and
     what is done instead. `reasoning_start`: the tokens that the model writes before it reasons;
-    empty if the prompt ends with them."""
+    empty if the prompt ends with them. `omits_video_sound`: the processor adds its tokens."""
+
+    omits_video_sound = False
 
     def __init__(
         self,
@@ -294,6 +296,9 @@ class ChatTemplate:
             {key: value for key, value in message.items() if value is not None}
             for message in chat.messages
         ]
+        for message in messages if self.omits_video_sound else ():
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = [part for part in parts if not part.get("in_video")]
         is_adapted = any(
             message["role"] == "tool"
             or message.get("tool_calls")
