@@ -272,7 +272,7 @@ def noisy_with_sound() -> bytes:
 
 
 def test_prefixes_with_sound_are_of_equal_sound_only() -> None:
-    generator, cached = engine(OMNI), list[int]()
+    generator, cached = engine(OMNI, blocks=1000), list[int]()
     one, other = heard(0), heard(0, 1)
     items = [request(file, f"Tell me{end}", sound=True) for end in "!?" for file in (one, other)]
     for item in [*items, request(one, "Tell me!")]:
