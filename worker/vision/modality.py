@@ -9,7 +9,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,12 +68,11 @@ class Modality:
     `max_items`: of a prompt; None: any number. `max_seconds`: of a recording. `axes`: along which
     tensors of items are joined. `output_names`: outputs of the processor that belong to the media,
     not to the text. `window_tokens`: of a window of a recording, 0 where the part makes no windows.
-    `is_split`: whether items are encoded in tiles. `default_options`: of the processor's call.
+    `is_split`: whether items are encoded in tiles.
     """
 
     is_split = True
     window_tokens = 0
-    default_options: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, processor: Any, kind: MediaKind, candidates: Sequence[int]) -> None:
         """`candidates`: ids that may be `token_id`."""
@@ -118,6 +116,11 @@ class Modality:
                 or any(np.shape(outputs[name])[:2] != shape for outputs, shape in counts)
             )
         )
+
+    @property
+    def default_options(self) -> Mapping[str, float]:
+        """Options of the processor's call, where a request has none."""
+        return {}
 
     def samples(self) -> list[Any]:
         """Return two valid items of noise, of different sizes."""

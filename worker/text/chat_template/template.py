@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
-from worker.messages.generation import Chat, ToolCallPolicy
+from worker.messages.generation import Chat, ToolCallPolicy, without_video_sound
 from worker.text.chat_template.history import (
     QUESTION,
     HistoryAdapter,
@@ -82,8 +82,6 @@ class ChatTemplate:
     what is done instead. `reasoning_start`: the tokens that the model writes before it reasons;
     empty if the prompt ends with them. `omits_video_sound`: the processor adds its tokens."""
 
-    omits_video_sound = False
-
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -91,6 +89,7 @@ class ChatTemplate:
         reasoning: str = "auto",
     ) -> None:
         self._tokenizer, self._defaults = tokenizer, defaults
+        self.omits_video_sound = False
         self._environment = utils._compile_jinja_template("").environment
         source = tokenizer.chat_template or ""
         if isinstance(source, dict):
@@ -291,14 +290,12 @@ class ChatTemplate:
 
     def _adapt(self, chat: Chat) -> tuple[list[Message], list[Message]]:
         """Return messages and tools in the format that the template takes."""
+        chat = without_video_sound(chat) if self.omits_video_sound else chat
         # Newer versions of transformers remove fields that are None; older ones do not.
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in chat.messages
         ]
-        for message in messages if self.omits_video_sound else ():
-            if isinstance(parts := message.get("content"), list):
-                message["content"] = [part for part in parts if not part.get("in_video")]
         is_adapted = any(
             message["role"] == "tool"
             or message.get("tool_calls")
