@@ -40,6 +40,7 @@ def clip(
     options: dict[str, str] | None = None,
     make: Callable[[int], np.ndarray] | None = None,
     sound_s: float = 0.0,
+    sound_seed: int = 0,
 ) -> bytes:
     """Return a video. `times`: of the frames, in thousandths of a second."""
     buffer = io.BytesIO()
@@ -51,7 +52,8 @@ def clip(
         if rotation:
             stream.set_display_rotation(rotation)
         if sound_s:
-            noise = np.random.default_rng(0).normal(0, 0.1, (1, int(sound_s * SAMPLING_RATE)))
+            rng, length = np.random.default_rng(sound_seed), int(sound_s * SAMPLING_RATE)
+            noise = rng.normal(0, 0.1, (1, length))
             samples = av.AudioFrame.from_ndarray(noise.astype(np.float32), "fltp", "mono")
             samples.rate = SAMPLING_RATE
             sound = file.add_stream("aac", rate=SAMPLING_RATE, layout="mono")
@@ -66,6 +68,13 @@ def clip(
         for packet in stream.encode(None):
             file.mux(packet)
     return buffer.getvalue()
+
+
+@cache
+def sound_of(video: bytes) -> np.ndarray:
+    """Return the samples of a clip's sound."""
+    with av.open(io.BytesIO(video)) as file:
+        return np.concatenate([each.to_ndarray()[0] for each in file.decode(audio=0)])
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from batching.request_queue import WorkItem
+from server.apis.openai.media import with_sound
 from tests import tiny_multimodal
 from tests.generating import GREEDY, Request, Served, load, serve, shares_template
 from worker.device.self_check import CannotRun
@@ -60,9 +61,11 @@ def request(
     *parts: str | bytes,
     max_tokens: int = OUTPUT_TOKENS,
     limits: tuple[tuple[str, float], ...] = (),
+    sound: bool = False,
     **fields: Any,
 ) -> Request:
-    """A message of texts, images, recordings and videos. `limits`: of the media."""
+    """A message of texts, images, recordings and videos. `limits`: of the media. `sound`: that of
+    the videos is read."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
         for part in parts
@@ -71,6 +74,7 @@ def request(
     at = "messages[0].content"
     media = tuple(MediaInput(file, "auto", at, limits=limits, kind=kind_of(file)) for file in files)
     chat = Chat(({"role": "user", "content": content},), media=media)
+    chat = with_sound(chat) if sound else chat
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     return WorkItem(GenerationInput(chat, GREEDY, stopping, **fields), float("inf"), 0.0)
 
@@ -143,6 +147,10 @@ def library(model: str) -> tuple[Any, Any]:
 
 
 def samples(file: bytes) -> np.ndarray:
+    if kind_of(file) == "video":
+        from tests.clips import sound_of
+
+        return sound_of(file)
     decoded: np.ndarray = soundfile.read(io.BytesIO(file), dtype="float32")[0]
     return decoded
 
@@ -154,8 +162,18 @@ def library_inputs(model: str, served: Served) -> Any:
     assert isinstance(payload, GenerationInput)
     chat = payload.prompt
     assert isinstance(chat, Chat)
+    interleaves = "omni" in model  # only these put the sound of a video among its frames
+    messages = [
+        {
+            **message,
+            "content": [
+                part for part in message["content"] if not (interleaves and part.get("in_video"))
+            ],
+        }
+        for message in chat.messages
+    ]
     text = processor.tokenizer.apply_chat_template(
-        [*chat.messages], tokenize=False, add_generation_prompt=True
+        messages, tokenize=False, add_generation_prompt=True
     )
     if not chat.media:
         return processor.tokenizer([text], add_special_tokens=False, return_tensors="pt")
@@ -171,9 +189,15 @@ def library_inputs(model: str, served: Served) -> Any:
         media["audio_kwargs"] = {"sampling_rate": SAMPLING_RATE}
     if files["video"]:
         media |= video_arguments(processor.video_processor, files["video"], chat.media[0].limits)
-    return processor(
+    videos = iter(range(len(files["video"])))
+    sounds = [file for file in chat.media if file.kind == "audio"]
+    in_video = [next(videos) if file.in_video else None for file in sounds]
+    if interleaves and any(file.in_video for file in sounds):
+        media |= {"use_audio_in_video": True, "audio_from_video_indices": in_video}
+    inputs = processor(
         text=[text], text_kwargs={"add_special_tokens": False}, return_tensors="pt", **media
     )
+    return {**inputs, "use_audio_in_video": True} if "use_audio_in_video" in media else inputs
 
 
 def video_arguments(processor: Any, files: list[bytes], limits: Any) -> dict[str, Any]:

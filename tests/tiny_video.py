@@ -128,9 +128,11 @@ def internvl() -> list[Any]:
     return assembled("InternVL", config, tokenizer, *parts, image_seq_length=4)
 
 
-def qwen2_5_omni_thinker() -> list[Any]:
-    """Its processor enlarges frames."""
-    model, images, tokenizer, settings = tiny_audio.qwen2_5_omni_thinker()
+def omni_thinker(build: Callable[[], list[Any]]) -> list[Any]:
+    """Its processor enlarges frames, and takes recordings of 8 seconds."""
+    model, images, tokenizer, settings = build()
+    length = {"chunk_length": 8, "n_samples": 8 * tiny_audio.RATE, "nb_max_frames": 800}
+    settings["feature_extractor"] |= length
     model.config.text_config.max_position_embeddings = tokenizer.model_max_length = 6400
     sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64 * 4}
     videos = hf.Qwen2VLVideoProcessor(patch_size=PATCH, merge_size=2, size=sizes)
@@ -138,8 +140,8 @@ def qwen2_5_omni_thinker() -> list[Any]:
     return [model, images, with_videos(tokenizer, video), videos, settings]
 
 
-def gemma4() -> list[Any]:
-    model, images, tokenizer, settings = tiny_multimodal.gemma4_small()
+def gemma4(build: Callable[[], list[Any]] = tiny_multimodal.gemma4_small) -> list[Any]:
+    model, images, tokenizer, settings = build()
     videos = hf.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70, num_frames=4)
     return [model, images, with_videos(tokenizer, "<|video|>"), videos, settings]
 
@@ -155,8 +157,12 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "llava-next-video": llava_next_video,
     "video-llava": video_llava,
     "internvl": internvl,
-    "qwen2.5-omni-thinker": qwen2_5_omni_thinker,
+    "qwen2.5-omni-thinker": lambda: omni_thinker(tiny_audio.qwen2_5_omni_thinker),
     "gemma4": gemma4,
 }
 # by these names in tests/multimodal.py
 tiny_multimodal.BUILDERS.update({f"video-{name}": build for name, build in BUILDERS.items()})
+tiny_multimodal.BUILDERS["video-qwen3-omni-thinker"] = lambda: omni_thinker(
+    tiny_audio.qwen3_omni_moe_thinker
+)
+tiny_multimodal.BUILDERS["video-gemma4-with-sound"] = lambda: gemma4(tiny_audio.gemma4)

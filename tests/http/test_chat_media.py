@@ -140,7 +140,7 @@ def test_the_sound_of_a_video_follows_it(generator: FakeGenerator, server: Serve
     with replying(head + b"data") as (port, requests):
         parts = link("video", f"http://127.0.0.1:{port}/a.mp4"), text("one"), video()
         got = chat(generator, server, {**user(*parts), **asked})
-    first, second = {"type": "video"}, {"type": "audio"}
+    first, second = {"type": "video"}, {"type": "audio", "in_video": True}
     assert got.messages[0]["content"] == [first, second, text("one"), first, second]
     kinds = [("video", b"data"), ("audio", b"data")]
     assert [(file.kind, file.data) for file in got.media] == 2 * kinds

@@ -28,6 +28,7 @@ from tests.multimodal import (
     prompt_of,
     request,
     unpaged,
+    wav,
 )
 from tests.tiny_audio import WITH_TORCHVISION
 from worker.messages.generation import MediaInput
@@ -224,3 +225,72 @@ def test_recordings_and_images_share_a_prompt(model: str) -> None:
 
 def test_a_mask_that_one_recording_lacks_is_one_recording_in_a_prompt() -> None:
     assert max_recordings("phi4_multimodal") == 1
+
+
+# ── the sound of a video ──
+
+OMNI = "video-qwen2.5-omni-thinker"
+
+
+@cache
+def heard(seed: int, sound_seed: int = 0, sound_s: float = 3.0, frames: int = 44) -> bytes:
+    """A clip of four seconds with a sound, which the processors put among its frames."""
+    return clip(
+        frames=frames, make=lambda n: np.full((48, 64, 3), 9 * seed + 5 * n % 250, np.uint8),
+        sound_s=sound_s, sound_seed=sound_seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+def test_sound_is_among_the_frames_of_its_video(tokens: int | None) -> None:
+    items = [
+        request("What is ", heard(0), "here?", sound=True),
+        request("No video here, but words."),
+        request("And ", heard(1), " with ", wav(0), " and ", heard(0, 1, 5.0), "?", sound=True),
+        request("A recording ", wav(1), " first, then ", heard(2), sound=True),
+        request(heard(0), "Tell me.", limits=(("fps", 4.0),), sound=True),
+        request(heard(0), "Without it."),
+    ]
+    assert_same_beside_others(OMNI, items, tokens)
+
+
+def test_sound_is_among_the_frames_on_the_librarys_cache() -> None:
+    model = "video-qwen3-omni-thinker"
+    items = [request("What is ", heard(0, frames=20), "here?", sound=True), request(heard(1))]
+    served, _ = serve(loaded(model), items)
+    assert_generated(model, served)
+
+
+def test_sound_is_behind_its_video_where_the_processor_does_not_mix_them() -> None:
+    items = [request("What is ", noisy_with_sound(), "here?", sound=True), request(ONE)]
+    assert_same_beside_others("video-gemma4-with-sound", items, None)
+
+
+@cache
+def noisy_with_sound() -> bytes:
+    return clip(sound_s=0.9)
+
+
+def test_prefixes_with_sound_are_of_equal_sound_only() -> None:
+    generator, cached = engine(OMNI, blocks=1000), list[int]()
+    one, other = heard(0), heard(0, 1)
+    items = [request(file, f"Tell me{end}", sound=True) for end in "!?" for file in (one, other)]
+    for item in [*items, request(one, "Tell me!")]:
+        [served], _ = serve(generator, [item])
+        assert_generated(OMNI, [served])
+        cached.append(served.deltas[0].cached_tokens)
+    sounds = [position for position, _ in prompt_of(served).spans]
+    assert max(cached[:2]) <= sounds[0]
+    assert min(cached[2:4]) > sounds[-1]
+    assert cached[4] <= sounds[0]  # its frames have other positions
+
+
+def test_preempted_videos_with_sound_continue() -> None:
+    files = [heard(n, n, 1.5, frames=20) for n in range(3)]
+    items = [
+        request("One ", file, "or two", max_tokens=40 + n, sound=True)
+        for n, file in enumerate(files)
+    ]
+    served, driver = serve(engine(OMNI, blocks=115), items)
+    assert driver.total("preempted")
+    assert_generated(OMNI, served)

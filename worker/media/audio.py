@@ -133,9 +133,9 @@ class Recording:
 
 def failure_to_open(error: UnreadableMedia | OSError, unreadable: str, param: str) -> OnequeueError:
     """Return the error of a request whose file a process does not read. `unreadable`: that of a
-    file, before the reason that the process may give."""
+    file for which the process gives no reason."""
     if isinstance(error, UnreadableMedia):
-        return InvalidInput(unreadable + (f": {error}" if str(error) else ""), param)
+        return InvalidInput(str(error) or unreadable, param)
     if isinstance(error, TooManyProcesses):
         return QueueFull(f"the limit of {MAX_PROCESSES} files decoded at a time is reached")
     return QueueFull("no process can be started to decode the file")

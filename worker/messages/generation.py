@@ -5,7 +5,7 @@ server/apis/openai parses requests into them, input_processor.py prepares them. 
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ class MediaInput:
     limits: tuple[tuple[str, float], ...] = ()
     background: tuple[int, int, int] = WHITE  # of transparent pixels
     kind: MediaKind = "image"
+    in_video: bool = False  # the sound of the video before it
 
     @property
     def is_low_detail(self) -> bool:
@@ -80,6 +81,17 @@ class Chat:
     @property
     def num_tool_calls(self) -> int:
         return sum(len(message.get("tool_calls") or ()) for message in self.messages)
+
+
+def without_video_sound(chat: Chat) -> Chat:
+    """Return a chat without the parts of sounds whose tokens the processor puts in their videos."""
+    messages = [
+        {**message, "content": [part for part in parts if not part.get("in_video")]}
+        if isinstance(parts := message.get("content"), list)
+        else message
+        for message in chat.messages
+    ]
+    return replace(chat, messages=tuple(messages))
 
 
 def transcription_chat(prompt: str | None, language: str | None) -> Chat:

@@ -104,7 +104,10 @@ class MediaPreprocessor:
             check_seconds(seconds, file.param)
             tokens += processed[-1].token_count
             self.processor.check_fits(tokens, file.param)
-        output = self.processor.process_text(text, processed)
+        options = None
+        if self.processor.interleaves_sound and any(file.in_video for file in media):
+            options = next(dict(file.limits) for file in media if file.kind == "video")
+        output = self.processor.process_text(text, processed, options)
         self.memory_limiter.reserve(output)
         return output
 

@@ -117,6 +117,11 @@ class Modality:
             )
         )
 
+    @property
+    def default_options(self) -> Mapping[str, float]:
+        """Options of the processor's call, where a request has none."""
+        return {}
+
     def samples(self) -> list[Any]:
         """Return two valid items of noise, of different sizes."""
         if self.kind == "audio":
@@ -185,7 +190,8 @@ class Modality:
 
         blanks = [self.blank(self.size(item)) for item in items]
         replaced = {self: ([*items] if self.kind == "audio" else blanks, process)}
-        named = {self.options_name: requested} if requested else {}
+        options = requested or self.default_options
+        named = {self.options_name: {**options}} if options else {}
         outputs = call_replaced(processor, self.token * len(items), replaced, **named)
         [features] = calls
         return Calls(features, outputs)
@@ -226,10 +232,11 @@ def _noise(samples: int) -> np.ndarray:
 
 
 def find_modalities(
-    processor: Any, config: Any
+    processor: Any, config: Any, classes: Mapping[MediaKind, type[Modality]]
 ) -> tuple[dict[MediaKind, Modality], dict[MediaKind, str]]:
     """Return those of a checkpoint's processor: of kinds that it has a part and a token for; and
-    why it does not take media of the other kinds that it has a part for."""
+    why it does not take media of the other kinds that it has a part for. `classes`: of kinds that
+    have their own."""
     found: dict[MediaKind, Modality] = {}
     failures: dict[MediaKind, str] = {}
     for kind, names in KIND_NAMES.items():
@@ -240,18 +247,10 @@ def find_modalities(
             failures[kind] = "it has no token for them"
             continue
         try:
-            found[kind] = modality_class(kind)(processor, kind, candidates)
+            found[kind] = classes.get(kind, Modality)(processor, kind, candidates)
         except Exception as error:  # any error of the library
             failures[kind] = first_line(error)
     return found, failures
-
-
-def modality_class(kind: MediaKind) -> type[Modality]:
-    if kind != "video":
-        return Modality
-    from worker.vision.video import VideoModality
-
-    return VideoModality
 
 
 def placeholder_ids(processor: Any, config: Any, kind: MediaKind) -> Sequence[int]:

@@ -6,6 +6,7 @@ the model's own forward as it calls its decoder, without the encoder's inputs.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -112,7 +113,13 @@ class MultimodalPrompt(EncodedInputs):
         for features in self.processor_output.media if self.processor_output else ():
             stored = features.without_encoder_inputs()
             encoder.cache.features.put(stored.digest, stored, stored.nbytes)
-        self.rows = [self.encoded[digest] for digest in self.digests]
+        self.rows, used = [], Counter[bytes]()
+        for (start, stop), digest in zip(self.spans, self.digests, strict=True):
+            rows = self.encoded[digest]  # those of a tile may be in several spans
+            first = used[digest] % len(next(iter(rows.values())))
+            used[digest] += stop - start
+            part = slice(first, first + stop - start)
+            self.rows.append({name: values[part] for name, values in rows.items()})
         self.processor_output, self.encoded, self.ready = None, {}, True
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -54,6 +54,7 @@ from worker.vision.modality import (
     token_ids,
     without_memory,
 )
+from worker.vision.video import VideoModality
 
 # Options of an image processor that splits large images, for an image with `detail: low`.
 LOW_DETAIL = {"do_image_splitting": False}
@@ -112,7 +113,8 @@ class MediaFeatures:
 class MultimodalItem(NamedTuple):
     """A tile at its position in a prompt: tokens [start, stop), which may include text tokens
     between placeholders. `ids`: those tokens. `inputs`: other arguments of the forward, of the
-    tokens [1, ids] and of the tile."""
+    tokens [1, ids] and of the tile. A tile with tokens of another medium between its own has an
+    item for each run of them, with the `ids` and `inputs` of all."""
 
     start: int
     stop: int
@@ -135,12 +137,14 @@ class MultimodalItem(NamedTuple):
 class ProcessorOutput:
     """A processed prompt. `ids`: with `token_count` placeholders for each item. `inputs`: other
     arguments of the forward for the text, [1, ids] each. `media`, and `items`, the tiles of all:
-    in the order of their positions."""
+    in the order of their positions. `sound_in_videos`: whether each video has its sound among its
+    frames."""
 
     ids: list[int]
     inputs: Tensors
     media: Sequence[MediaFeatures]
     items: Sequence[MultimodalItem]
+    sound_in_videos: bool = False
 
     def media_inputs(self, with_encoder_inputs: bool = True) -> Tensors:
         """Return the arguments of the forward for the media."""
@@ -148,7 +152,8 @@ class ProcessorOutput:
         if not with_encoder_inputs:
             media = [item.without_encoder_inputs() for item in media]
         names = dict.fromkeys(name for item in media for name in item.tensors)
-        return {
+        flags = {"use_audio_in_video": torch.tensor(True)} if self.sound_in_videos else {}
+        return flags | {
             name: concatenate(
                 [item.tensors[name] for item in media if name in item.tensors],
                 next(item.modality.axes[name] for item in media if name in item.tensors),
@@ -169,6 +174,8 @@ class ProcessorOutput:
 class Processor:
     """`config`: the model's. `modalities`: of the kinds that the processor takes. `failures`: why
     it does not take others. `exclusive`: pairs of kinds that are not taken in one prompt.
+    `interleaves_sound`: whether it puts the tokens of a video's sound among those of its frames,
+    and the model runs with them.
     `max_tokens`: the context length."""
 
     def __init__(self, processor: Any, config: Any, max_tokens: int) -> None:
@@ -176,11 +183,13 @@ class Processor:
         self.config = config
         self.max_tokens = max_tokens
         self.tokenizer = processor.tokenizer
-        self.modalities, self.failures = find_modalities(processor, config)
+        classes: Mapping[MediaKind, type[Modality]] = {"video": VideoModality}
+        self.modalities, self.failures = find_modalities(processor, config, classes)
         self.exclusive: set[frozenset[MediaKind]] = set()
         images = self.modalities.get("image")
         splits = images and hasattr(images.part, "do_image_splitting")
         self._low_detail = LOW_DETAIL if splits else {}
+        self.interleaves_sound = False
 
     @property
     def settings(self) -> str:
@@ -262,27 +271,42 @@ class Processor:
         size = modality.size(item)
         return MediaFeatures(modality, digest, text_inputs, size, tensors, count, tiles)
 
-    def process_text(self, text: str, media: Sequence[MediaFeatures]) -> ProcessorOutput:
-        """Process a rendered prompt that has one token for each item, of each kind in order. Raises
-        InvalidInput if the number of these tokens or of placeholders differs from that of the
-        media."""
+    def process_text(
+        self,
+        text: str,
+        media: Sequence[MediaFeatures],
+        video_options: Mapping[str, float] | None = None,
+    ) -> ProcessorOutput:
+        """Process a rendered prompt that has one token for each item, of each kind in order. Given
+        `video_options`, those that the videos were processed with, the sound of each video follows
+        it in `media` and has no token. Raises InvalidInput if the number of these tokens or of
+        placeholders differs from that of the media."""
         ordered: list[tuple[int, MediaFeatures]] = []
-        replaced = {}
+        replaced, options = {}, dict[str, Any]()
+        places = {
+            kind: [match.start() for match in re.finditer(re.escape(each.token), text)]
+            for kind, each in self.modalities.items()
+        }
+        if video_options is not None:
+            videos, audio = places["video"], sorted(places["video"] + places["audio"])
+            numbers = [videos.index(place) if place in videos else None for place in audio]
+            options = {"load_audio_from_video": True, "audio_from_video_indices": numbers}
+            video_options = video_options or self.modalities["video"].default_options
+            options["videos_kwargs"], places["audio"] = {**video_options}, audio
         for kind, modality in self.modalities.items():
             features = [item for item in media if item.modality.kind == kind]
-            self._check_tokens(text, modality, len(features))
+            self._check_tokens(text, modality, len(features), len(places[kind]))
             if features:
                 modality.check_joinable([item.text_inputs for item in features])
                 joined = partial(_joined_text_inputs, modality, features)
                 blanks = [modality.blank(item.size) for item in features]
                 replaced[modality] = blanks, joined
-                places = (match.start() for match in re.finditer(re.escape(modality.token), text))
-                ordered += zip(places, features, strict=True)
+                ordered += zip(places[kind], features, strict=True)
         ordered.sort(key=lambda pair: pair[0])
         media = [item for _, item in ordered]
         self._check_together(media)
         try:
-            outputs = call_replaced(self._processor, text, replaced)
+            outputs = call_replaced(self._processor, text, replaced, **options)
         except Exception as error:  # any error of the library
             reason = "the model's processor does not take this text beside media"
             raise InvalidInput(reason, "messages") from error
@@ -292,16 +316,17 @@ class Processor:
         names = outputs.keys() - media_names - set(NOT_INPUTS)
         inputs = {name: torch.as_tensor(outputs[name]) for name in names}
         items: list[MultimodalItem] = []
-        for token_id in dict.fromkeys(each.token_id for each in self.modalities.values()):
+        placeholder_ids = {each.token_id for each in self.modalities.values()}
+        for token_id in placeholder_ids:
             positions = [n for n, token in enumerate(ids) if token == token_id]
             own = [item for item in media if item.modality.token_id == token_id]
             if len(positions) != sum(item.token_count for item in own):
                 kinds = [k for k, each in self.modalities.items() if each.token_id == token_id]
                 plurals = " or ".join(PLURALS[kind] for kind in kinds)
                 raise InvalidInput(f"the text contains tokens that stand for {plurals}", "messages")
-            items += _items(own, positions, ids, inputs)
+            items += _items(own, positions, ids, inputs, placeholder_ids - {token_id})
         items.sort(key=lambda item: item.start)
-        return ProcessorOutput(ids, inputs, media, items)
+        return ProcessorOutput(ids, inputs, media, items, video_options is not None)
 
     def _check_together(self, media: Sequence[MediaFeatures]) -> None:
         """Raise InvalidInput for kinds that exclude each other, or pass the same argument in
@@ -318,12 +343,12 @@ class Processor:
             reason = f"this model does not take {PLURALS[one]} and {PLURALS[other]} in one prompt"
             raise InvalidInput(reason, "messages")
 
-    def _check_tokens(self, text: str, modality: Modality, count: int) -> None:
+    def _check_tokens(self, text: str, modality: Modality, count: int, tokens: int) -> None:
         kind, token = modality.kind, modality.token
         if modality.max_items is not None and count > modality.max_items:
             reason = f"this model takes {NOUNS[kind]} in a conversation, not {count}"
             raise InvalidInput(reason, "messages")
-        if text.count(token) != count:
+        if tokens != count:
             raise InvalidInput(
                 f"the text contains {token!r}, which stands for {NOUNS[kind]}"
                 if token in text
@@ -374,21 +399,30 @@ def _joined_text_inputs(
 
 
 def _items(
-    media: Sequence[MediaFeatures], positions: Sequence[int], ids: Sequence[int], inputs: Tensors
+    media: Sequence[MediaFeatures],
+    positions: Sequence[int],
+    ids: Sequence[int],
+    inputs: Tensors,
+    others: Container[int],
 ) -> list[MultimodalItem]:
-    """Return the tiles of media with one placeholder id, which is at `positions`."""
+    """Return the tiles of media with one placeholder id, which is at `positions`. `others`: the
+    placeholder ids of other media."""
     items, first = list[MultimodalItem](), 0
     for features in media:
         for tile in features.tiles:
             last = first + tile.token_count - 1
-            span = slice(positions[first], positions[last] + 1)
-            token_inputs = {name: tensor[:, span] for name, tensor in inputs.items()}
-            items.append(
+            span = range(positions[first], positions[last] + 1)
+            kept = [n for n in span if ids[n] not in others]
+            token_inputs = {name: tensor[:, kept] for name, tensor in inputs.items()}
+            starts = [n for n in kept if n == span.start or ids[n - 1] in others]
+            stops = [n + 1 for n in kept if n + 1 == span.stop or ids[n + 1] in others]
+            items += [
                 MultimodalItem(
-                    span.start, span.stop, tile.digest, tuple(ids[span]),
+                    start, stop, tile.digest, tuple(ids[n] for n in kept),
                     token_inputs | tile.tensors, features.is_complete,
                 )
-            )  # fmt: skip
+                for start, stop in zip(starts, stops, strict=True)
+            ]  # fmt: skip
             first = last + 1
     return items
 

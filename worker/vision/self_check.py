@@ -10,7 +10,8 @@ import inspect
 import logging
 from array import array
 from collections import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -103,11 +104,11 @@ def _check_prompt(language: LanguageModel, processor: Processor, output: Process
 def refuse_failing(language: LanguageModel, processor: Processor) -> None:
     """Refuse the kinds of media that the model's own forward does not take: log the reason, set
     `language.refused_media` and remove them from the processor's modalities. Pairs that it does not
-    take together become `exclusive`."""
+    take together become `exclusive`. Set whether it `interleaves_sound`."""
 
-    def failure(*kinds: MediaKind) -> str:
+    def failure(sample: Callable[[], ProcessorOutput]) -> str:
         try:
-            reference_logits(language, processor, sample_output(processor, kinds))
+            reference_logits(language, processor, sample())
         except Exception as error:
             if isinstance(failure_of(error), DeviceLost):
                 raise
@@ -115,13 +116,15 @@ def refuse_failing(language: LanguageModel, processor: Processor) -> None:
         return ""
 
     for kind in [*processor.modalities]:
-        if why := failure(kind):
+        if why := failure(partial(sample_output, processor, [kind])):
             refuse(language, kind, f"the model does not run with them: {why}")
             del processor.modalities[kind]
     for pair in combinations(processor.modalities, 2):
-        if why := failure(*pair):
+        if why := failure(partial(sample_output, processor, pair)):
             log.info("%s and %s exclude each other: %.200s", *pair, why)
             processor.exclusive.add(frozenset(pair))
+    if processor.modalities.keys() >= {"video", "audio"}:
+        processor.interleaves_sound = not failure(partial(sample_sound_in_video, processor))
 
 
 def refuse(language: LanguageModel, kind: MediaKind, why: str) -> None:
@@ -143,11 +146,22 @@ def sample_output(processor: Processor, kinds: Iterable[MediaKind] = ()) -> Proc
     return processor.process_text(_sample_text(processor, media), media)
 
 
+def sample_sound_in_video(processor: Processor) -> ProcessorOutput:
+    """Return a processed prompt with a video that has its sound among its frames."""
+    video, sound = (processor.modalities[kind].samples()[0] for kind in ("video", "audio"))
+    media = [
+        processor.process_media("video", video, b"video"),
+        processor.process_media("audio", sound, b"audio"),
+    ]
+    return processor.process_text(_sample_text(processor, media[:1]), media, {})
+
+
 def sample_outputs(processor: Processor) -> abc.Sequence[ProcessorOutput]:
-    """Return a prompt with all kinds, or one of each where they exclude each other."""
-    if processor.exclusive:
-        return [sample_output(processor, [kind]) for kind in processor.modalities]
-    return [sample_output(processor)]
+    """Return a prompt with all kinds, or one of each where they exclude each other, and one with a
+    sound in a video."""
+    kinds = [[kind] for kind in processor.modalities] if processor.exclusive else [()]
+    outputs = [sample_output(processor, each) for each in kinds]
+    return outputs + ([sample_sound_in_video(processor)] if processor.interleaves_sound else [])
 
 
 def _sample_text(processor: Processor, media: abc.Sequence[MediaFeatures]) -> str:

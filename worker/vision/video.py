@@ -42,6 +42,11 @@ class Video:
 
 
 class VideoModality(Modality):
+    @property
+    def default_options(self) -> Mapping[str, float]:
+        states_some = any(getattr(self.part, name, None) is not None for name in SAMPLING)
+        return {} if states_some else {"fps": DEFAULT_FPS}
+
     def samples(self) -> list[Video]:
         return [Video.noise(*size) for size in SAMPLE_SIZES]
 
@@ -88,8 +93,6 @@ class VideoModality(Modality):
                 setattr(part, name, requested.get(name))
             options = {**options, **dict.fromkeys(SAMPLING), **requested}
         settings = {name: getattr(part, name, None) for name in names} | dict(options)
-        if all(settings.get(name) is None for name in SAMPLING):
-            settings["fps"] = DEFAULT_FPS
         if settings.get("num_frames"):
             settings["num_frames"] = min(settings["num_frames"], frames)
         try:

@@ -141,8 +141,8 @@ def with_sound(chat: Chat) -> Chat:
                 if part["type"] != "text":
                     media.append(next(files))
                 if part["type"] == "video":
-                    content.append({"type": "audio"})
-                    media.append(replace(media[-1], kind="audio", limits=()))
+                    content.append({"type": "audio", "in_video": True})
+                    media.append(replace(media[-1], kind="audio", limits=(), in_video=True))
             message = {**message, "content": content}
         messages.append(message)
     if len(media) > MAX_MEDIA:

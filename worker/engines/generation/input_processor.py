@@ -82,12 +82,8 @@ class InputProcessor:
         defaults: Any = language.defaults  # its fields are not annotated
         self.media_preprocessor = media_preprocessor
         self.max_model_len = max_model_len
-        if media_preprocessor:
-            media_preprocessor.processor.max_tokens = max_model_len
         self.refused_media = language.refused_media
         self.transcription_chat = transcription_chat
-        if media_preprocessor:
-            self.transcription_chat = media_preprocessor.processor.transcription_chat
         batching: Batching = "static" if unpaged_reason else "continuous"
         self.info = model_info(
             "text-generation",
@@ -104,12 +100,15 @@ class InputProcessor:
         self._default_params = params = default_sampling(defaults)
         values = {name: getattr(params, name) for name in SAMPLING_FIELDS}
         sampling = (getattr(defaults, name) for name in ("do_sample", *SAMPLING_FIELDS))
-        is_configured = any(value is not None for value in sampling)
-        self.defaults = SamplingDefaults(**values, configured=is_configured)
+        self.defaults = SamplingDefaults(**values, configured=any(v is not None for v in sampling))
         self._checkpoint, self._device = defaults, language.device
         self._processors = self._config_processors(defaults, self.eos_token_ids)
         template = ChatTemplate(tokenizer, language.template_defaults, language.reasoning)
         self.template = verify_tool_call_format(template)
+        if media_preprocessor:
+            media_preprocessor.processor.max_tokens = max_model_len
+            self.transcription_chat = media_preprocessor.processor.transcription_chat
+            self.template.omits_video_sound = media_preprocessor.processor.interleaves_sound
         self._default_seed = language.default_seed
         self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(
@@ -243,8 +242,7 @@ class InputProcessor:
         )
 
     def _ends(self, config: GenerationConfig) -> tuple[int, ...]:
-        ids = eos_token_ids(config, self._tokenizer)
-        return tuple(token for token in ids if 0 <= token < self._vocab_size)
+        return tuple(t for t in eos_token_ids(config, self._tokenizer) if 0 <= t < self._vocab_size)
 
     def _config_processors(
         self, config: GenerationConfig, ends: Sequence[int]

@@ -51,8 +51,6 @@ EMBEDDING_SIZES = {  # with the setting of the embedding's size
 # Outputs of `generate` that a processor decodes; the library's pipeline takes the text's tokens.
 CODES = ("audio_latents", "audio_latents_mask", "audio_sequences")
 RATE = "speaking_rate"
-MAX_VOICES = 1000
-MAX_EMBEDDING_BYTES = 1 << 20
 MAX_SAMPLE = 32767
 MAX_VOICE_S = 20.0  # of a recording
 MAX_FRAMES = 1000  # of a sentence, where the checkpoint sets none; the pipeline's default is 256
@@ -141,7 +139,7 @@ def read_voices(
     """Return the voices of the files in VOICES_DIR with these endings, by their names."""
     voices = dict[str, Voice]()
     files = [] if folder == "none" else sorted(Path(folder).expanduser().iterdir())
-    for file in [file for file in files if file.suffix.lower() in endings][:MAX_VOICES]:
+    for file in [file for file in files if file.suffix.lower() in endings]:
         try:
             file.stem.encode()  # the name is sent to clients
             voices[file.stem] = read(file)
@@ -180,8 +178,6 @@ def arguments(pipe: Pipe) -> Mapping[str, inspect.Parameter]:
 def embedded_voice(name: str, size: int, dtype: torch.dtype, file: Path) -> Voice:
     """Return a voice whose embedding [1, size] is the argument `name` of the model. Raises
     ValueError, and errors of numpy."""
-    if file.stat().st_size > MAX_EMBEDDING_BYTES:
-        raise ValueError(f"it is larger than {MAX_EMBEDDING_BYTES} bytes")
     values = np.load(file, allow_pickle=False)
     if values.size != size:
         raise ValueError(f"it has {values.size} numbers, the model takes {size}")

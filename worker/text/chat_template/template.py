@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
-from worker.messages.generation import Chat, ToolCallPolicy
+from worker.messages.generation import Chat, ToolCallPolicy, without_video_sound
 from worker.text.chat_template.history import (
     QUESTION,
     HistoryAdapter,
@@ -80,7 +80,7 @@ class ChatTemplate:
     `history_format`: None if the template takes no calls or results. `examples`: calls as the
     template renders them, with their names and arguments. `notes`: what the template lacks, and
     what is done instead. `reasoning_start`: the tokens that the model writes before it reasons;
-    empty if the prompt ends with them."""
+    empty if the prompt ends with them. `omits_video_sound`: the processor adds its tokens."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class ChatTemplate:
         reasoning: str = "auto",
     ) -> None:
         self._tokenizer, self._defaults = tokenizer, defaults
+        self.omits_video_sound = False
         self._environment = utils._compile_jinja_template("").environment
         source = tokenizer.chat_template or ""
         if isinstance(source, dict):
@@ -289,6 +290,7 @@ class ChatTemplate:
 
     def _adapt(self, chat: Chat) -> tuple[list[Message], list[Message]]:
         """Return messages and tools in the format that the template takes."""
+        chat = without_video_sound(chat) if self.omits_video_sound else chat
         # Newer versions of transformers remove fields that are None; older ones do not.
         messages = [
             {key: value for key, value in message.items() if value is not None}
