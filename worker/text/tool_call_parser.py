@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -326,6 +327,7 @@ def _json_string(chars: Iterable[str]) -> str:
 
 CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)  # XML's quotes
 WORD = r"\w+"  # of a type
+MAX_KEYS = 64  # whose entries end a value that nothing closes: a pattern of thousands takes long
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 
 
@@ -340,7 +342,8 @@ def read_entries(
             key: _read_nested_value(argument_format, value, types.get(key, ()))
             for key, value in _nested_entries(argument_format, text)
         }
-    entry, opens = _entry_pattern(argument_format, tuple(types)), argument_format.open.strip()
+    entry = _entry_pattern(argument_format, tuple(islice(types, MAX_KEYS)))
+    opens = argument_format.open.strip()
     arguments, position = {}, 0
     while (start := text.find(opens, position)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
