@@ -134,12 +134,13 @@ class YieldingOperations(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
+        *others: Any,
         **options: Any,
     ) -> Tensor:
         attend, size = functional.scaled_dot_product_attention, len(query)
         parts = min(size, 2 * query.numel() * key.shape[-2] // MAX_MULTIPLICATIONS + 1)
         if parts < 2 or query.device.type != "cpu":
-            return attend(query, key, value, attn_mask, **options)
+            return attend(query, key, value, attn_mask, *others, **options)
         inputs = [x.tensor_split(parts) for x in (query, key, value)]
         masks: Sequence[Tensor | None] = [attn_mask] * parts
         if attn_mask is not None and attn_mask.dim() == query.dim() and len(attn_mask) == size:
@@ -147,7 +148,7 @@ class YieldingOperations(TorchFunctionMode):
         outputs = []
         for part in zip(*inputs, masks, strict=True):
             self._before_operation()
-            outputs.append(attend(*part, **options))
+            outputs.append(attend(*part, *others, **options))
         return torch.cat(outputs)
 
 
