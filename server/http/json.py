@@ -29,6 +29,7 @@ _CHUNK_BYTES = 1 << 16  # counted at once
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 Document = dict[str, Any]  # a JSON object
+EMPTY: tuple[Any, ...] = None, "", []  # values of a field that leave it out
 Header = tuple[bytes, bytes]  # the name in lower case
 A = TypeVar("A")
 T = TypeVar("T")

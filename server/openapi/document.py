@@ -22,7 +22,7 @@ from starlette.requests import Request
 from server import __version__
 from server.http.access import is_open
 from server.http.cross_site import SAFE_METHODS
-from server.http.json import to_json
+from server.http.json import EMPTY, to_json
 from server.http.operation import EVENTS, JSON, NDJSON, Body, Operation, OperationRoute, Schema
 
 COMPONENTS = "#/components"
@@ -200,6 +200,6 @@ def _schemas(operations: Sequence[Operation]) -> dict[str, Any]:
                 schema = components[inner]
             schema["properties"][name] = {
                 "description": "Not implemented: leave it out",
-                "enum": [None, *accepted],
+                "enum": [*EMPTY, *(value for value in accepted if value not in EMPTY)],
             }
     return dict(sorted(components.items()))

@@ -191,10 +191,7 @@ FRAMES = "mm_processor_kwargs"
         (user(image(detail="huge")), f"{AT}.image_url.detail", "'huge'"),
         (user(image(None)), f"{AT}.image_url", "expected"),
         (user(text("a"), *[image()] * 21), "messages[0]", "at most 20 images"),
-        *(
-            (user(image(), role=role), f"{AT}.type", "of the user only")
-            for role in ("system", "tool")
-        ),
+        (user(image(), role="system"), f"{AT}.type", "of the user and of tools"),
         (user(image("https://example.com/a")), f"{AT}.image_url", "IMAGE_FETCH"),
         (user(sound("%")), f"{AT}.input_audio.data", "base64"),
         (user(sound(format="xyz")), f"{AT}.input_audio.format", "wav, mp3"),
@@ -222,7 +219,7 @@ FRAMES = "mm_processor_kwargs"
             )
         ),
         *(
-            (user(part, role="assistant"), f"{AT}.type", "of the user only")
+            (user(part, role="assistant"), f"{AT}.type", "of the user and of tools")
             for part in (image(), sound(), video())
         ),
     ],

@@ -194,7 +194,7 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
             ["", [], [""], [[]], ["a", 1], [1, [1]], [-1], [[-1]], [True], 1, None, {}],
         ),
         (CompletionRequest, "best_of", [None, 1], [5, "1", True]),
-        (CompletionRequest, "stop", [None, "a", [], ["a"] * 16], ["", ["a", ""], ["a"] * 17, 1]),
+        (CompletionRequest, "stop", [None, "a", "", [], ["a"] * 16], [["a", ""], ["a"] * 17, 1]),
         (
             CompletionRequest,
             "logit_bias",
@@ -230,7 +230,7 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
             ],
         ),
         (ChatRequest, "best_of", [None, 1], [2, True, "1"]),
-        (ChatRequest, "modalities", [None, ["text"]], [["audio"], [], "text"]),
+        (ChatRequest, "modalities", [None, ["text"], [], ""], [["audio"], "text"]),
     ],
 )
 def test_schema_of_a_field_agrees_with_its_check(

@@ -1,7 +1,9 @@
 """The response store: its bounds, its chains, its file."""
 
 import contextlib
+import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -231,11 +233,22 @@ def test_stored_responses_can_be_used_on_a_full_disk(tmp_path: Path) -> None:
 def test_error_names_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("no database " * 100)
-    for path in (text, tmp_path / "none" / "responses.db", tmp_path):
+    for path in (text, tmp_path / "none" / "responses.db"):
         with pytest.raises(sqlite3.Error):
             ResponseStore(SqliteDatabase(str(path)))
         with pytest.raises(SettingsError, match="RESPONSES_DB="):
             create_app(Settings(responses_db=str(path)))
+
+
+def test_a_folder_and_a_device_are_refused_and_stay_as_they_are(tmp_path: Path) -> None:
+    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for path in (folder, pipe):
+        path.chmod(0o755)
+        with pytest.raises(SettingsError, match="it is no regular file"):
+            create_app(Settings(responses_db=str(path)))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
 # ── background responses, in a file that processes share ──

@@ -33,7 +33,7 @@ PARTS = (*TEXTS, THINKING, *MEDIA)
 def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
     """Return a JSON schema of alternatives: pairs of properties and required names."""
     schemas = [{"properties": properties, "required": names} for properties, names in alternatives]
-    return Meta(extra_json_schema={"anyOf": schemas})
+    return Meta(extra_json_schema={"allOf": [{"anyOf": schemas}]})  # a union has an anyOf
 
 
 # Which fields a part or a message requires, for the OpenAPI document.
@@ -126,7 +126,7 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Role
-    content: str | list[Annotated[ContentPart, PART_FIELDS] | str] | None = None
+    content: str | list[Annotated[ContentPart | str, PART_FIELDS]] | None = None
     name: str | None = None
     tool_calls: list[Annotated[ToolCall, CALL_FIELDS]] | None = None
     tool_call_id: str | None = None

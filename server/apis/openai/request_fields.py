@@ -29,7 +29,7 @@ from server.apis.openai.response_format import (
     output_constraint,
 )
 from server.http.ignored_fields import ignore_fields
-from server.http.json import Document, parse_json
+from server.http.json import EMPTY, Document, parse_json
 from worker.messages.generation import Chat, Constraint, GenerationInput, Sampling, Stopping
 
 MAX_STOPS = 16
@@ -368,7 +368,7 @@ def refuse_unimplemented(document: Document, names: Mapping[str, tuple[Any, ...]
         value: Any = document
         for key in path.split("."):
             value = None if value is None else value.get(key)
-        if value in (None, "", []):
+        if value in EMPTY:
             continue
         # Types are compared as well: False == 0.
         if (type(value), value) not in [(type(x), x) for x in accepted]:
