@@ -40,7 +40,7 @@ def plain(text: str) -> str:
     return text.replace("~", "").replace("{n}", "")
 
 
-def told() -> Iterator[tuple[Table, list[str]]]:
+def sayings_of_facts() -> Iterator[tuple[Table, list[str]]]:
     """Yield the phrasings of each fact, with marks, and its table."""
     for table in (table for table in TABLES if "sayings" in table.sections):
         sayings = [text for name in table.sections["sayings"] for text in PHRASES[name]]
@@ -55,14 +55,18 @@ def sentences(rng: random.Random) -> dict[str, list[str]]:
         "plain": PHRASES["plain"] * 4,
         "stories": [fill("{story}", rng, n="{n}") for _ in range(2000)],
     }
-    for table, texts in told():
+    for table, texts in sayings_of_facts():
         groups.setdefault(table.first("group"), []).extend(texts)
     return groups
 
 
 def facts() -> list[tuple[str, list[str]]]:
     """Return the kind of each fact, and its phrasings; sums are not among them."""
-    known = [(table, texts) for table, texts in told() if table.first("group") != "arithmetic"]
+    known = [
+        (table, texts)
+        for table, texts in sayings_of_facts()
+        if table.first("group") != "arithmetic"
+    ]
     kinds = [(table.first("k", table.first("group")), texts) for table, texts in known]
     kinds += [("plain", [text]) for text in PHRASES["plain"]]
     return [(kind, [plain(text) for text in texts]) for kind, texts in kinds]

@@ -141,6 +141,14 @@ def visitor(browser: Any) -> Generator[Any, None, None]:
         assert page.problems.messages == []
 
 
+@pytest.fixture
+def page(visitor: Any, server: Any) -> Any:
+    """Return the page of a module's server, in the browser."""
+    from tests.page_server import open_page
+
+    return open_page(visitor, server)
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Generator[Any, None, None]:
     from tests.postgres import running_postgres

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 
 from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
@@ -74,6 +75,16 @@ def serving_all(generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
     load: dict[str, Any] = {"load_chat": lambda: generator, "load_embedder": LetterEmbedder}
     with serving(FillMaskRunner, api_keys=(KEY,), **load, **settings) as server:
         yield server
+
+
+def server_fixture(generator: FakeGenerator) -> Any:
+    """Return a fixture: `serving_all`, for the tests of a module that run in a browser."""
+
+    def server(browser: Any) -> Iterator[Server]:
+        with serving_all(generator) as started:
+            yield started
+
+    return pytest.fixture(scope="module")(server)
 
 
 def open_page(

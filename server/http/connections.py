@@ -251,7 +251,7 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
 
     unparsed = 0  # bytes since the last complete header, chunk of a body, or end of a body
     in_header = True
-    fed = b""  # to the parser at present
+    fed = b""  # what the parser is reading
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 16  # counted at once
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 Document = dict[str, Any]  # a JSON object
-EMPTY: tuple[Any, ...] = None, "", []  # values of a field that leave it out
+EMPTY: tuple[Any, ...] = None, "", []  # a field with such a value counts as absent
 Header = tuple[bytes, bytes]  # the name in lower case
 A = TypeVar("A")
 T = TypeVar("T")

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, open_page, serving_all
+from tests.page_server import KEY, open_page, server_fixture
 from tests.process.test_page_in_browser import send
 from tests.serving import Server
 
@@ -38,15 +37,7 @@ KEPT = """async text => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Server]:
-    with serving_all(GENERATOR) as server:
-        yield server
-
-
-@pytest.fixture
-def page(visitor: Any, server: Server) -> Any:
-    return open_page(visitor, server)
+server = server_fixture(GENERATOR)
 
 
 def composer(page: Any) -> Any:

@@ -3,13 +3,12 @@
 import contextlib
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, open_page, run_shell, serving_all
+from tests.page_server import KEY, run_shell, server_fixture
 from tests.serving import Server, wait_until
 from worker.messages.generation import SamplingDefaults
 
@@ -17,15 +16,7 @@ TABS = ["Chat", "Pipeline", "Embeddings", "Live"]
 GENERATOR = FakeGenerator()
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Server]:
-    with serving_all(GENERATOR) as server:
-        yield server
-
-
-@pytest.fixture
-def page(visitor: Any, server: Server) -> Any:
-    return open_page(visitor, server)
+server = server_fixture(GENERATOR)
 
 
 def last_messages() -> Any:

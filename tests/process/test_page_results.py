@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import soundfile
 from PIL import Image
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import open_page, run_shell, serving_all
+from tests.page_server import run_shell, server_fixture
 from tests.serving import Server
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
@@ -21,15 +20,7 @@ SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
 pytestmark = pytest.mark.matrix
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Server]:
-    with serving_all(FakeGenerator()) as server:
-        yield server
-
-
-@pytest.fixture
-def page(visitor: Any, server: Server) -> Any:
-    return open_page(visitor, server)
+server = server_fixture(FakeGenerator())
 
 
 def mock_models(visitor: Any, models: list[dict[str, Any]], **ready: Any) -> None:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,15 +11,11 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
-from tests.page_server import KEY, open_page, serving_all
+from tests.page_server import KEY, open_page, server_fixture
 from tests.processes import ROOT
 from tests.serving import Server
 
-
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Server]:
-    with serving_all(FakeGenerator()) as server:
-        yield server
+server = server_fixture(FakeGenerator())
 
 
 @pytest.fixture

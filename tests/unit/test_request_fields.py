@@ -114,7 +114,7 @@ def test_a_text_may_stand_for_a_part() -> None:
 
 
 def test_a_call_without_type_and_arguments_and_its_empty_result() -> None:
-    """As go-openai leaves out what is empty."""
+    """go-openai omits empty fields."""
     call = {"id": "c", "type": None, "function": {"name": "f", "arguments": None}}
     result = {"role": "tool", "tool_call_id": "c"}
     calling, answer = prompt_of({"role": "assistant", "tool_calls": [call]}, result).messages
