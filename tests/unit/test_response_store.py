@@ -246,7 +246,7 @@ def test_a_folder_and_a_device_are_refused_and_stay_as_they_are(tmp_path: Path) 
     os.mkfifo(pipe)
     for path in (folder, pipe):
         path.chmod(0o755)
-        with pytest.raises(SettingsError, match="it is no regular file"):
+        with pytest.raises(SettingsError, match="it is not a regular file"):
             create_app(Settings(responses_db=str(path)))
         assert stat.S_IMODE(path.stat().st_mode) == 0o755
 

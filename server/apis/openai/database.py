@@ -111,7 +111,7 @@ def make_private(path: str) -> None:
     """Let only this user read a database. sqlite creates its other files with its mode, and reports
     an error with the path. Raises OSError for a folder or a device."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # closing another's ends its locks
     for suffix in ("", "-wal", "-shm"):  # a crash may have left some
