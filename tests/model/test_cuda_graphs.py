@@ -40,7 +40,7 @@ from worker.backends.cuda.varlen import VarlenMetadata
 from worker.device.self_check import CannotRun
 from worker.engines.generation.engine import RUNS_AHEAD, GenerationEngine
 from worker.model import paged_runner
-from worker.model.attention.kv_cache import BLOCK
+from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionMetadata
 from worker.model.paged_runner import PagedRunner
 
@@ -58,6 +58,16 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def python_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(write=write, attend=attend)
     monkeypatch.setattr(cuda_package, "triton_decode", kernels, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def gpu_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay out KV caches as on a GPU."""
+
+    def cache(*arguments: Any) -> KVCache:
+        return KVCache(*arguments[:6])
+
+    monkeypatch.setattr(paged_runner, "KVCache", cache)
 
 
 class Recorder:

@@ -85,9 +85,10 @@ class Memory:
 
 def memory(
     case: Case, mix: Sequence[tuple[int, int]], chance: random.Random,
-    dtype: torch.dtype = FLOAT32, zeroed: bool = True,
+    dtype: torch.dtype = FLOAT32, zeroed: bool = True, panels: bool = False,
 ) -> Memory:  # fmt: skip
-    """`zeroed`: the rest of a sequence's last block is zeros, otherwise NaN."""
+    """`zeroed`: the rest of a sequence's last block is zeros, otherwise NaN. `panels`: as on a
+    CPU."""
     shape = LayerShape(
         case.key_heads, case.key_size, case.value_size, case.chunk,
         values_in_keys=case.values_in_keys,
@@ -96,19 +97,19 @@ def memory(
     count = sum(map(len, tables))
     numbers = chance.sample(range(count + 3), count)
     tables = [[numbers.pop() for _ in table] for table in tables]
-    cache = KVCache([shape], count + 3, dtype, CPU)
+    cache = KVCache([shape], count + 3, dtype, CPU, panels=panels)
     keys = [torch.randn(s + w, case.key_heads, case.key_size, dtype=dtype) for s, w in mix]
     values = [torch.randn(s + w, case.key_heads, case.value_size, dtype=dtype) for s, w in mix]
     if case.values_in_keys:
         values = [key[..., : case.value_size] for key in keys]
-    for stored, sequences in ((cache.keys[0], keys), (cache.values[0], values)):
+    for stored in (cache.keys[0], cache.values[0]):
         stored.fill_(float("nan"))
-        for table, (start, _), whole in zip(tables, mix, sequences, strict=True):
-            used = table[: -(-start // BLOCK)]
-            if zeroed:
-                stored[used] = 0
-            slots = torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)
-            stored.view(-1, *stored.shape[2:])[slots.ravel()[:start]] = whole[:start]
+    for table, (start, _), key, value in zip(tables, mix, keys, values, strict=True):
+        used = table[: -(-start // BLOCK)]
+        if zeroed:
+            cache.keys[0][used] = cache.values[0][used] = 0
+        slots = (torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)).ravel()[:start]
+        cache.write(0, slots, key[:start], value[:start])
     spans = [Span(table, *bounds) for table, bounds in zip(tables, mix, strict=True)]
     batch = Batch(spans, [0] * sum(width for _, width in mix), [])
     return Memory(cache, batch, AttentionMetadata(cache, batch), keys, values)
@@ -175,16 +176,19 @@ def test_each_token_attends_to_its_own_sequence_only(
         mix = mixes(chance, case.kind)
         broken = (None, 0, len(mix) // 2)[turn]
         monkeypatch.setattr(paged, "MAX_MASK_ELEMENTS", (2000, limit, limit)[turn])
-        check(case, mix, chance, AttentionMetadata, (broken,))
+        dtype, rounding = (FLOAT32, 1e-5) if turn < 2 else (torch.bfloat16, 2e-2)
+        for panels in (False, True):
+            check(case, mix, chance, AttentionMetadata, (broken,), dtype, True, rounding, panels)
 
 
 def check(
     case: Case, mix: Sequence[tuple[int, int]], chance: random.Random,
     backend: Callable[[KVCache, Batch], AttentionBackend], rounds: Sequence[int | None] = (None,),
     dtype: torch.dtype = FLOAT32, zeroed: bool = True, rounding: float = 1e-5,
+    panels: bool = False,
 ) -> None:  # fmt: skip
     """`rounds`: the sequence that is NaN from each round on, if any."""
-    cached = memory(case, mix, chance, dtype, zeroed)
+    cached = memory(case, mix, chance, dtype, zeroed, panels)
     query = [torch.randn(width, case.heads, case.key_size, dtype=dtype) for _, width in mix]
     sinks = torch.randn(case.heads, dtype=dtype)
     right = [

@@ -490,7 +490,10 @@ class PagedRunner:
 
 def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
     """Return a cache for the keys and values of a model's layers, and for their states."""
-    return KVCache(language.layers, blocks, language.dtype, language.device, language.states, slots)
+    panels = language.device.type == "cpu"
+    return KVCache(
+        language.layers, blocks, language.dtype, language.device, language.states, slots, panels
+    )
 
 
 class PromptRun:

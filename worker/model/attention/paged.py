@@ -187,14 +187,13 @@ class AttentionMetadata(AttentionBackend):
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
         cache, shape = self.cache, self.cache.layers[layer]
-        keys, values = cache.keys[layer], cache.values[layer]
         if shape.temperature:
             query = shape.rescale(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
-        for stored, new in ((keys, k), (values, v)):
-            if len(self.started_blocks):
+        if len(self.started_blocks):
+            for stored in (cache.keys[layer], cache.values[layer]):
                 stored.index_fill_(0, self.started_blocks, 0)
-            stored.view(-1, *stored.shape[2:]).index_copy_(0, self.slots, new)
+        cache.write(layer, self.slots, k, v)
         return self._attend_grouped(q, k, v, sinks, layer, scale, window, softcap).unsqueeze(0)
 
     def _attend_grouped(
@@ -205,13 +204,12 @@ class AttentionMetadata(AttentionBackend):
 
         q, k, v: [T, heads, size], of the step. The cache has its keys and values.
         """
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         needs_mask = softcap > 0 or sinks is not None
         for group in self.groups(window, self.cache.layers[layer].chunk, needs_mask):
             b, t = group.shape
             if group.blocks is not None:
-                ks, vs = (stored.index_select(0, group.blocks) for stored in (keys, values))
+                ks, vs = self.cache.gather(layer, group.blocks)
             else:
                 ks, vs = (select(new, group.rows) for new in (k, v))
             ks, vs = (x.view(b, -1, *x.shape[-2:]) for x in (ks, vs))

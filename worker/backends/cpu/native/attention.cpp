@@ -8,6 +8,7 @@ namespace {
 
 struct Layer {
   Tensor keys, values;  // [blocks, BLOCK, heads, size]; values may be a part of the keys
+  bool panels;  // each block holds [heads], panels of its keys or values (panels.h)
   int64_t chunk;
   Temperature temperature;
 };
@@ -33,14 +34,15 @@ void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {
         0 <= span.table[n] && span.table[n] < blocks, "block ", span.table[n], " of ", blocks);
 }
 
-// layers: [L, 3] chunk, floor_scale, attn_scale; spans: [n, 4] row, width, start, offset in `tables`
+// layers: [L, 4] panels, chunk, floor_scale, attn_scale; spans: [n, 4] row, width, start, offset in `tables`
 void begin_step(
     at::TensorList keys, at::TensorList values, const Tensor& layers, const Tensor& spans,
     const Tensor& tables) {
   Step next;
   const double* layer = layers.const_data_ptr<double>();
-  for (size_t n = 0; n < keys.size(); ++n, layer += 3)
-    next.layers.push_back({keys[n], values[n], int64_t(layer[0]), {layer[1], layer[2]}});
+  for (size_t n = 0; n < keys.size(); ++n, layer += 4)
+    next.layers.push_back(
+        {keys[n], values[n], layer[0] != 0, int64_t(layer[1]), {layer[2], layer[3]}});
   const int64_t* span = spans.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < spans.size(0); ++n, span += 4)
     next.spans.push_back(
@@ -60,22 +62,30 @@ Matrix<const T> rows_of(const Tensor& x) {  // [1, heads, T, size]
 }
 
 template <typename T>
-Matrix<const T> rows_of_cache(const Tensor& cache) {
-  return {cache.const_data_ptr<T>(), cache.stride(1), cache.stride(2), cache.size(3)};
+Matrix<T> rows_of_cache(const Tensor& cache, bool panels) {
+  const int64_t head = cache.stride(2) * (panels ? BLOCK : 1);
+  return {static_cast<T*>(cache.data_ptr()), cache.stride(1), head, cache.size(3)};
 }
 
+// `write_panel`: write_key or write_value, if the cache holds panels.
 template <typename T>
-void write(const Tensor& x, const Tensor& cache) {
+void write(
+    const Tensor& x, const Tensor& cache, void (*write_panel)(const T*, int64_t, int64_t, T*)) {
   const Matrix<const T> from = rows_of<T>(x);
-  const Matrix<T> to{cache.mutable_data_ptr<T>(), cache.stride(1), cache.stride(2), cache.size(3)};
+  const Matrix<T> to = rows_of_cache<T>(cache, write_panel);
   const int64_t heads = x.size(1), token = heads * from.size;
   for (const Span& span : step->spans)
     at::parallel_for(0, span.width, 16384 / token + 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const int64_t position = span.start + n;
-        const int64_t slot = span.table[position / BLOCK] * BLOCK + position % BLOCK;
-        for (int64_t head = 0; head < heads; ++head)
-          std::copy_n(from.at(span.row + n, head), from.size, to.at(slot, head));
+        const int64_t block = span.table[position / BLOCK] * BLOCK, within = position % BLOCK;
+        for (int64_t head = 0; head < heads; ++head) {
+          const T* numbers = from.at(span.row + n, head);
+          if (write_panel)
+            write_panel(numbers, from.size, within, to.at(block, head));
+          else
+            std::copy_n(numbers, from.size, to.at(block + within, head));
+        }
       }
     });
 }
@@ -140,12 +150,14 @@ Tensor paged_attention(
   const Tensor sink_row = sinks ? sinks->to(query.scalar_type()).contiguous() : Tensor();
   dispatch(query, [&](auto kind) {
     using T = decltype(kind);
-    write<T>(k, cached.keys);
-    write<T>(v, cached.values);
+    const bool panels = cached.panels;
+    write<T>(k, cached.keys, panels ? write_key<T> : nullptr);
+    write<T>(v, cached.values, panels ? write_value<T> : nullptr);
     attend<T>(
-        {rows_of<T>(q), rows_of_cache<T>(cached.keys), rows_of_cache<T>(cached.values),
-         rows_of_output<T>(out), sinks ? sink_row.const_data_ptr<T>() : nullptr, k.size(1),
-         q.size(1) / k.size(1), mask, cached.temperature, step->spans});
+        {rows_of<T>(q), rows_of_cache<const T>(cached.keys, panels),
+         rows_of_cache<const T>(cached.values, panels), rows_of_output<T>(out),
+         sinks ? sink_row.const_data_ptr<T>() : nullptr, k.size(1), q.size(1) / k.size(1), mask,
+         cached.temperature, step->spans, panels});
   });
   return out;
 }

@@ -17,7 +17,8 @@ constexpr int64_t TILE_ROWS = 256;  // queries of a tile
 constexpr int64_t TILE_KEYS = 256;
 constexpr int64_t BLOCK = LANES;  // tokens of a cache block, as in kv_cache.py
 constexpr int64_t KEY_STEP = 2 * BLOCK;  // a multiple of every STEP: where a part's keys may begin
-constexpr int64_t PREFETCH_KEYS = 2 * BLOCK;  // ahead of the packed ones
+constexpr int64_t PREFETCH_KEYS = 2 * BLOCK;  // ahead of those that are read
+constexpr int64_t DIRECT_ROWS = 16;  // up to so many queries multiply with a cache's panels in place
 
 // The mask and the scores of a layer. A token attends to keys in [first, last).
 struct Mask {
@@ -59,7 +60,7 @@ struct Span {
 };
 
 template <typename T>
-struct Matrix {  // tokens, heads, size
+struct Matrix {  // tokens, heads, size; or panels of BLOCK tokens (panels.h), at a block's first token
   T* data;
   int64_t token, head;  // strides
   int64_t size;
@@ -76,6 +77,7 @@ struct Attention {
   Mask mask;
   Temperature temperature;
   const std::vector<Span>& spans;
+  bool panels = false;  // keys and values are panels
 };
 
 // Adds a query's sums over further keys to those in `sums`: the maximum of its scores, the sum of its
@@ -162,14 +164,21 @@ class Tile {
     for (int64_t key = part.first, end; key < part.last; key = end) {
       end = std::min(part.last, (key / TILE_KEYS + 1) * TILE_KEYS);
       const int64_t count = rounded_up(end - key, STEP<T>);
-      pack(key, count);
-      multiplier.multiply(
-          {queries, depth, key_panels, depth * LANES, scores, TILE_KEYS, depth, false},
-          rows, count / LANES);
+      if (is_direct())
+        multiply_keys(key, end);
+      else {
+        pack(key, count);
+        multiplier.multiply(
+            {queries, depth, key_panels, depth * LANES, scores, TILE_KEYS, depth, false},
+            rows, count / LANES);
+      }
       for (int64_t row = 0; row < rows; ++row) softmax(row, key, count);
-      multiplier.multiply(
-          {weights, TILE_KEYS, value_panels, count * LANES, summed, size, count, false},
-          rows, size / LANES);
+      if (is_direct())
+        multiply_values(key, end);
+      else
+        multiplier.multiply(
+            {weights, TILE_KEYS, value_panels, count * LANES, summed, size, count, false},
+            rows, size / LANES);
       for (int64_t row = 0; row < rows; ++row)
         if (totals[row] != 0)
           add_sums(sums_of(row), peaks[row], totals[row], summed + row * size, size);
@@ -205,17 +214,60 @@ class Tile {
 
   void pack(int64_t key, int64_t count) {
     for (int64_t n = 0; n < count; n += BLOCK, key += BLOCK) {
-      const int64_t valid = std::clamp<int64_t>(part.last - key, 0, BLOCK);
-      const int64_t slot = slot_of(key);
+      const int64_t valid = valid_in(key), key_size = attention.query.size;
+      const T *keys = keys_of(key), *values = values_of(key);
+      Operand<T>*key_panel = key_panels + n * depth, *value_panel = value_panels + n * LANES;
+      if (attention.panels) {
+        copy_keys<T>(keys, key_size, key_panel);
+        copy_values<T>(values, valid, attention.values.size, value_panel, count * LANES);
+        continue;
+      }
       prefetch(slot_of(key + PREFETCH_KEYS));
-      pack_keys<T>(
-          attention.keys.at(slot, part.head), attention.keys.token, valid, attention.query.size,
-          key_panels + n * depth);
+      pack_keys<T>(keys, attention.keys.token, valid, key_size, key_panel);
       pack_values<T>(
-          attention.values.at(slot, part.head), attention.values.token, valid, attention.values.size,
-          value_panels + n * LANES, count * LANES);
+          values, attention.values.token, valid, attention.values.size, value_panel, count * LANES);
     }
   }
+
+  // Whether products read a cache's panels in place, with the results of those that read copies.
+  bool is_direct() const {
+    return attention.panels && std::is_same_v<T, Operand<T>> && rows <= DIRECT_ROWS &&
+        (sizeof(T) == 4 || !has_tiles()) && attention.values.size % LANES == 0;
+  }
+
+  // Computes the scores of some keys, of two blocks at a time.
+  void multiply_keys(int64_t key, int64_t end) {
+    for (float* to = scores; key < end; key += 2 * BLOCK, to += 2 * BLOCK) {
+      const T *one = keys_of(key), *other = keys_of(key + BLOCK);
+      const int64_t key_size = attention.query.size, blocks = key + BLOCK < end ? 2 : 1;
+      for (int64_t n = 0; n < blocks; ++n)
+        prefetch(keys_of(key + n * BLOCK + PREFETCH_KEYS), BLOCK * key_size);
+      Product<Operand<T>>{
+          queries, depth, in_place(one), other - one, to, TILE_KEYS, key_size, false}
+          .multiply(rows, blocks);
+    }
+  }
+
+  // Sums the weighted values of some keys, block by block.
+  void multiply_values(int64_t key, int64_t end) {
+    for (int64_t n = 0; key + n < end; n += BLOCK) {
+      const int64_t valid = valid_in(key + n);
+      const Operand<T>* panels = in_place(values_of(key + n));
+      if (valid < BLOCK) {
+        copy_values<T>(values_of(key + n), valid, size, value_panels, BLOCK * LANES);
+        panels = value_panels;
+      }
+      Product<Operand<T>>{weights + n, TILE_KEYS, panels, BLOCK * LANES, summed, size, BLOCK, n > 0}
+          .multiply(rows, size / LANES);
+    }
+  }
+
+  static const Operand<T>* in_place(const void* panels) { return static_cast<const Operand<T>*>(panels); }
+
+  // How many of a block's keys the part has, from its first on.
+  int64_t valid_in(int64_t key) const { return std::clamp<int64_t>(part.last - key, 0, BLOCK); }
+  const T* keys_of(int64_t key) const { return attention.keys.at(slot_of(key), part.head); }
+  const T* values_of(int64_t key) const { return attention.values.at(slot_of(key), part.head); }
 
   // The slot of a block's first key, of the last block for keys beyond it.
   int64_t slot_of(int64_t key) const {
