@@ -61,6 +61,18 @@ def load_native_ops() -> ctypes.CDLL:
     return ctypes.CDLL(str(library_path(build=True)))
 
 
+@cache
+def has_compiler() -> bool:
+    """Return whether this machine has the compiler that the build takes."""
+    from torch._inductor import cpp_builder  # seconds to import
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True
+
+
 def try_load_native_ops(build: bool) -> bool:
     """Load the library if it is built already, or if `build`; return whether it is loaded."""
     try:

@@ -490,7 +490,9 @@ class PagedRunner:
 
 def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
     """Return a cache for the keys and values of a model's layers, and for their states."""
-    panels = language.device.type == "cpu"
+    from worker.backends.native_attention import NATIVE_DTYPES, has_compiler
+
+    panels = language.device.type == "cpu" and language.dtype in NATIVE_DTYPES and has_compiler()
     return KVCache(
         language.layers, blocks, language.dtype, language.device, language.states, slots, panels
     )

@@ -86,7 +86,7 @@ class KVCache:
         panels: bool = False,
     ) -> None:
         self.layers = layers
-        self._word = word = max(1, 4 // dtype.itemsize)  # numbers of 32 bits
+        self._word = word = 4 // dtype.itemsize  # numbers of 32 bits
         self.panels = [
             panels and not layer.values_in_keys and layer.key_size % word == 0 for layer in layers
         ]
