@@ -109,7 +109,7 @@ def close_objects(schema: Any) -> Any:
     vLLM and llama.cpp do. Small models would add properties without end."""
     if not isinstance(schema, dict):
         return [close_objects(item) for item in schema] if isinstance(schema, list) else schema
-    closed = {}
+    closed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMAS_BY_NAME and isinstance(value, dict):
             closed[key] = {name: close_objects(part) for name, part in value.items()}
