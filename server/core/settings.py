@@ -31,6 +31,7 @@ SHORT_NAME = 7
 SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
 ADAPTER = re.compile(rf"({SERVED_NAME.pattern})=([^;]+?)(?:;base=([^;]+))?", re.ASCII)
 OUTSIDE_BRACES = r"(?![^{}]*})"  # follows a separator that is not in the JSON of an option
+PATH = "(?!(?i:none|null|auto)$).+"  # of a file or folder; no word that stands for nothing
 KEYS = ("[!-~]+", "keys of ASCII characters without spaces, as a header can carry")
 ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
@@ -195,7 +196,9 @@ class Settings:
         None, "memory of the key-value cache, in GB", minimum=0.000001
     )
     kv_cache_dir: str = setting(
-        "none", "folder of keys and values that outlive model and process; none: they do not"
+        "none",
+        "folder of keys and values that outlive model and process; none: they do not",
+        part=(rf"none|{PATH}", "a folder, or none"),
     )
     kv_cache_dir_gb: float = setting(10.0, "maximum size of the files in it, in GB", minimum=0.001)
     max_running: int = setting(256, "maximum sequences generated at the same time", minimum=1)
@@ -262,7 +265,9 @@ class Settings:
         ),
     )
     responses_db: str = setting(
-        ":memory:", "sqlite file of stored responses; :memory: keeps them until the end"
+        ":memory:",
+        "sqlite file of stored responses; :memory: keeps them until the end",
+        part=(PATH, "a file, or :memory:"),
     )
     responses_ttl_s: float = setting(
         30 * 24 * 3600.0,
@@ -270,7 +275,9 @@ class Settings:
         minimum=1,
     )
     batch_dir: str = setting(
-        "none", "folder of /v1/files and /v1/batches; none: they are not served"
+        "none",
+        "folder of /v1/files and /v1/batches; none: they are not served",
+        part=(rf"none|{PATH}", "a folder, or none"),
     )
     batch_dir_gb: float = setting(
         10.0, "maximum size of the files in it, in GB; a key's at most half", minimum=0.000001

@@ -55,7 +55,7 @@ NOT_STARTED = (
 )
 JSON, NDJSON = b"application/json", b"application/x-ndjson"
 NDJSON_TYPES = {f"application/{name}" for name in ("x-ndjson", "jsonl", "jsonlines", "x-jsonlines")}
-COMPRESSED = (b"gzip", b"deflate", b"br", b"zstd")
+_COMPRESSED = re.compile("gzip|deflate|br|zstd|compress", re.IGNORECASE)
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
@@ -239,8 +239,8 @@ def read_headers(scope: Scope) -> tuple[Headers, Deadlines]:
             accepted = f"must be a positive whole number of at most 10 digits, not {value!r}"
             raise InvalidInput.at("X-Request-Timeout-Ms", accepted)
         whole = now + int(timeout_ms) / 1000
-    if headers.get(b"content-encoding", b"").lower() in COMPRESSED:
-        raise HttpError(415, "the body must not be compressed", "Content-Encoding")
+    if _COMPRESSED.search(coding := headers.get(b"content-encoding", b"").decode("latin-1")):
+        raise HttpError(415, f"the body must not be compressed: {coding[:50]}", "Content-Encoding")
     if app.worker_client.draining:
         raise Draining("the server is stopping", 5)
     idle_s = app.settings.request_timeout_s

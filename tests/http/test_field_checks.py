@@ -121,7 +121,7 @@ CHATS: list[tuple[Fields, str, str]] = [
     ({"n": 1.5}, "n", "got float"),
     ({"seed": 10**30}, "seed", "the integer 1e+30 has more than 64 bits"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
-    ({"max_tokens": -1}, "max_tokens", ">= 0"),
+    ({"max_tokens": -2}, "max_tokens", ">= -1"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"max_tokens": "9"}, "max_tokens", "got str"),
     ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "exceeds max_tokens"),
@@ -482,6 +482,9 @@ ACCEPTED: dict[str, list[Fields]] = {
         # the empty values of clients that send every field
         {"stop": "", "functions": [], "function_call": "auto", "modalities": [], "samplers": ""},
         {"top_p": 0, "prompt_cache_retention": "24h"},
+        {"max_tokens": -1, "min_tokens": 2},
+        {"max_completion_tokens": -1},
+        {"guided_regex": "a", OUTPUTS: {"regex": "a"}},  # as guidance sends it
     ],
     COMPLETIONS: [{"best_of": 2, "n": 2}, {"best_of": 1, "suffix": None, "n": 1}],
     RESPONSES: [

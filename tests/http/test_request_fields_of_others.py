@@ -127,6 +127,12 @@ def test_tokens_are_named_by_their_ids(real: Server) -> None:
     assert all(len(top) in (2, 3) for top in scores["top_logprobs"])
 
 
+def test_a_limit_of_minus_one_is_none(real: Server) -> None:
+    body = {"prompt": "Count", "ignore_eos": True, "max_tokens": -1}
+    answer = post(real, "/v1/completions", body).json()
+    assert answer["usage"]["total_tokens"] == 2048  # the context
+
+
 def test_a_prompt_is_truncated_at_its_start(real: Server) -> None:
     long = "one two three four five six seven eight nine ten " * 3000
     for prompt in (long, [*range(20, 60)]):

@@ -62,6 +62,7 @@ def test_a_backend_that_is_missing_is_refused_in_one_sentence(attention: str, pa
         load_runner(PipelineOptions("demo", "cpu", attention=attention, task="fill-mask"), 32)
     for failed in (chat, pipeline):
         assert package in str(failed.value)
+        assert f"ATTN_IMPLEMENTATION={attention}: " in str(failed.value)
         assert "installed" in str(failed.value)
         assert "\n" not in str(failed.value)
 

@@ -387,6 +387,42 @@ def test_many_optional_properties_can_be_generated() -> None:
     assert alone(item).choices[0].tokens > 1
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        (
+            {"type": "object", "properties": {"p": POINT}, "required": ["p"]},
+            r'{"p":{"x":(true|false)}}',
+        ),
+        ({"$defs": {"p": POINT}, "anyOf": [{"$ref": "#/$defs/p"}]}, r'{"x":(true|false)}'),
+        (
+            {"allOf": [POINT, {"properties": {"y": {"const": 1}}, "required": ["y"]}]},
+            r'{"x":(true|false),"y":1.*',
+        ),
+        (
+            {"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": POINT}, "required": ["y"]},
+            r'{"(x|y)".*',
+        ),
+        ({"type": "object", "required": ["y"], "properties": {"x": {"const": 1}}}, r'{"(x|y)":.*'),
+    ],
+)
+def test_properties_that_are_not_declared_are_not_written(schema: Any, texts: str) -> None:
+    for seed in range(4):
+        sampling = Sampling(temperature=1.5, seed=seed)
+        item = asking(sampling=sampling, constraint=Constraint("json_schema", schema, "f"))
+        [choice] = alone(item).choices
+        assert re.fullmatch(texts, choice.text, re.DOTALL), choice.text
+
+
+def test_captures_in_a_grammar_change_nothing() -> None:
+    text = 'start: "I pick " c " " n\nc[capture]: "red" | "blue"\nn[capture="m"]: /[0-9]{2}/'
+    [choice] = alone(asking(constraint=Constraint("grammar", text, "g"))).choices
+    assert re.fullmatch(r"I pick (red|blue) \d\d", choice.text)
+
+
 def test_one_of_constrains_and_client_options_are_ignored() -> None:
     schema = {
         "x-guidance": {"whitespace_pattern": " +", "foo": 1},

@@ -18,7 +18,7 @@ import pytest
 
 from server.__main__ import main
 from server.app import create_app
-from server.core.settings import Settings, SettingsError
+from server.core.settings import Settings, SettingsError, load_settings
 from server.preflight import MISUSE, STARTUP_FAILURE
 from tests.checkpoints import write_checkpoint
 from tests.processes import ROOT, SERVER, pipe, program, run, started
@@ -104,7 +104,6 @@ NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "no
         ({"embedding_model": "/nowhere"}, "EMBEDDING_MODEL='/nowhere': there is no such folder"),
         ({"rerank_model": "demo"}, "RERANK_MODEL=demo: there is no demo reranker"),
         ({"responses_db": "/nowhere/responses.db"}, "RESPONSES_DB='/nowhere/responses.db'"),
-        ({"responses_db": __file__}, "file is not a database"),
     ],
 )
 def test_invalid_settings_are_refused_before_a_model_is_loaded(
@@ -113,6 +112,21 @@ def test_invalid_settings_are_refused_before_a_model_is_loaded(
     with pytest.raises(SettingsError) as refused:
         create_app(Settings(**settings))  # type: ignore[arg-type]  # these are strings
     assert message in str(refused.value)
+
+
+def test_a_file_that_is_no_database_keeps_its_mode(tmp_path: Path) -> None:
+    (file := tmp_path / "notes").write_text("These are no rows. " * 9)
+    file.chmod(0o644)
+    with pytest.raises(SettingsError, match="file is not a database"):
+        create_app(Settings(responses_db=str(file)))
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("name", ["KV_CACHE_DIR", "BATCH_DIR", "RESPONSES_DB"])
+@pytest.mark.parametrize("value", ["auto", "None", "null"])
+def test_words_for_nothing_are_no_paths(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}='{value}': must be a f"):
+        load_settings({name: value})
 
 
 def test_every_start_command_refuses_in_one_sentence(script: list[str]) -> None:

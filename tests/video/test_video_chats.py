@@ -165,6 +165,16 @@ def test_a_model_with_a_number_of_frames_takes_shorter_clips_and_a_rate(
     video = modality.samples()[0]  # of 16 frames in 4 seconds
     for requested, count in (({}, 16), ({"fps": 1.0}, 4), ({"num_frames": 3}, 3)):
         assert len(modality._choose(video, {}, requested).frames_indices) == count
+    monkeypatch.setattr(type(modality.part), "sample_frames", None)
+    with pytest.raises(InvalidInput, match="chooses no frames"):
+        modality._choose(video, {}, {})
+
+
+def test_a_processor_of_pairs_of_frames_takes_one() -> None:
+    model, one = "video-qwen2-vl", clip(frames=1)
+    for video, limits in ((ONE, (("num_frames", 1),)), (one, (("num_frames", 4),)), (one, ())):
+        [served], _ = serve(engine(model), [request("Here: ", video, limits=limits)])
+        assert served.choices[0].tokens > 0
 
 
 def test_videos_that_cannot_be_joined_are_refused() -> None:
@@ -176,8 +186,6 @@ def test_too_many_frames_are_refused() -> None:
     many = clip(frames=800, size=(16, 16), rate=10)
     with pytest.raises(InvalidInput, match="chooses 800 frames of the video"):
         serve(engine("video-llava-onevision"), [request(many, limits=(("fps", 10.0),))])
-    with pytest.raises(InvalidInput, match="chooses no frames"):
-        serve(engine("video-qwen2-vl"), [request(ONE, limits=(("num_frames", 1),))])
     with pytest.raises(InvalidInput, match="fill more than"):
         serve(engine("video-video-llava"), [request(*[ONE] * 9)])
 

@@ -25,9 +25,16 @@ MAX_CHOICES = 2_000
 MAX_REASON = 500  # characters of llguidance's message
 # Keywords beside `properties` that may declare properties.
 APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
+# Keywords that the properties of an object are declared or required by.
+OF_OBJECTS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
+OF_OBJECTS |= {"minProperties", *LITERAL_KEYWORDS}
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 UNESCAPED = re.compile(r"(\\.)|/|\\?\n")  # in a regex between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
-ATTRIBUTES = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*\[(.*?)\][ \t]*:", re.MULTILINE)  # of a rule
+# Attributes of a rule. That of a capture, as guidance writes it, changes nothing here.
+ATTRIBUTES = re.compile(
+    r'^[ \t]*[?!]?[\w-]+[ \t]*\[(?!capture(?:="[\w-]*")?\])(.*?)\][ \t]*:', re.MULTILINE
+)
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED_LINE = re.compile(r"\s*(\d+ \||\^)")
 
@@ -45,7 +52,10 @@ def content_rule(constraint: Constraint) -> str:
         raise InvalidInput.at(param, f"takes at most {MAX_CHOICES} choices, not {len(value)}")
     try:
         if kind == "json_schema":
-            rule = schema_rule(without_annotations(value), COMPACT_JSON)
+            schema = without_annotations(value)
+            if not combines_schemas(schema):
+                schema = close_objects(schema)
+            rule = schema_rule(schema, COMPACT_JSON)
         elif kind == "regex":
             rule = regex_terminal(value)
         else:
@@ -92,6 +102,40 @@ def arguments_schema(parameters: Any) -> dict[str, Any]:
         if all(key in [*properties] for key in (required if isinstance(required, list) else ())):
             schema.setdefault("additionalProperties", False)
     return schema
+
+
+def close_objects(schema: Any) -> Any:
+    """Allow only declared properties where a schema does not say whether others are allowed, as
+    vLLM and llama.cpp do. Small models would add properties without end."""
+    if not isinstance(schema, dict):
+        return [close_objects(item) for item in schema] if isinstance(schema, list) else schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[key] = {name: close_objects(part) for name, part in value.items()}
+        else:
+            closed[key] = value if key in LITERAL_KEYWORDS else close_objects(value)
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or not properties.keys() >= {*schema.get("required", ())}:
+        return closed
+    if properties and OF_OBJECTS & schema.keys() <= {"properties", "required"}:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def combines_schemas(schema: Any) -> bool:
+    """Return whether two schemas within one apply to the same value, such as those of an `allOf`:
+    each may declare properties of an object."""
+    if isinstance(schema, list):
+        return any(map(combines_schemas, schema))
+    if not isinstance(schema, dict):
+        return False
+    applied = [key for key in APPLICATORS if key in schema]
+    several = schema.get("allOf")
+    if len(applied) > 1 or (isinstance(several, list) and len(several) > 1):
+        return True
+    declares = bool(applied) and not OF_OBJECTS.isdisjoint(schema)
+    return declares or any(map(combines_schemas, schema.values()))
 
 
 def without_annotations(schema: Any, of_tool: bool = False) -> Any:

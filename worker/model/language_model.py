@@ -276,7 +276,7 @@ def group_experts(model: PreTrainedModel, check: Callable[[], object]) -> None:
 def load_language_model(options: GeneratorOptions) -> LanguageModel:
     """Load the model of the options; raise LoadingFailed, with its name and the reason."""
     name = options.model
-    with load_errors(name, "chat"):
+    with load_errors(name, "chat", options.attention):
         path = checkpoint_path(name, "chat")
         if not split_file(path)[1]:
             check_generation_config(read_generation_config(path))  # before the weights are read

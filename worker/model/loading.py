@@ -200,8 +200,9 @@ def is_worth_compiling(setting: str, parameters: int) -> bool:
 
 
 @contextmanager
-def load_errors(name: str, use: str) -> Iterator[None]:
-    """Turn any error into LoadingFailed with the model's name and use; log the loading time."""
+def load_errors(name: str, use: str, attention: str = "auto") -> Iterator[None]:
+    """Turn any error into LoadingFailed with the model's name, its use and an attention function
+    that is set; log the loading time."""
     log.info("loading for=%s model=%s", use, name)
     started = time.monotonic()
     try:
@@ -210,7 +211,8 @@ def load_errors(name: str, use: str) -> Iterator[None]:
         why = load_error(error)
         lacks_memory = isinstance(error, NoRoom) or isinstance(failure_of(error), OutOfMemory)
         kind = TooLittleMemory if lacks_memory else LoadingFailed
-        raise kind(f"the model {name!r} could not be loaded for {use}: {why}") from error
+        how = use if attention == "auto" else f"{use} with ATTN_IMPLEMENTATION={attention}"
+        raise kind(f"the model {name!r} could not be loaded for {how}: {why}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
 
 

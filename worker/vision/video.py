@@ -97,6 +97,8 @@ class VideoModality(Modality):
             settings["num_frames"] = min(settings["num_frames"], frames)
         try:
             indices = [int(n) for n in part.sample_frames(metadata=metadata, **settings)]
+        except ZeroDivisionError:  # Qwen's processors choose pairs of frames, and there is none
+            indices = []
         except Exception as error:  # any error of the library
             reason = f"the model's processor chooses no frames: {first_line(error)}"
             param = next((f"{LIMITS}.{name}" for name in requested), video.param)

@@ -7,9 +7,9 @@ endpoint.py submits the input and sends the response; choices.py has what comple
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
@@ -69,7 +69,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     } | GenerationRequest.unimplemented
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=-1)] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None

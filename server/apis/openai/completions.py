@@ -67,8 +67,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: Annotated[int | None, ONLY_ONE] = None
 
     @property
-    def default_tokens(self) -> int:
-        return 16
+    def default_tokens(self) -> int | None:
+        return None if self.max_tokens == -1 else 16
 
     def check(self, document: Document) -> None:
         super().check(document)

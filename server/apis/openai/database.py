@@ -109,11 +109,14 @@ def use_write_ahead_log(database: sqlite3.Connection) -> None:
 
 def make_private(path: str) -> None:
     """Let only this user read a database. sqlite creates its other files with its mode, and reports
-    an error with the path. Raises OSError for a folder or a device."""
+    an error with the path. Raises OSError for a folder or a device, sqlite3.Error for another file,
+    whose mode is kept."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError("it is not a regular file")
     with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # closing another's ends its locks
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA schema_version")
     for suffix in ("", "-wal", "-shm"):  # a crash may have left some
         with contextlib.suppress(OSError):
             os.chmod(path + suffix, 0o600)

@@ -147,7 +147,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: no limit, as in llama.cpp
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -219,7 +219,7 @@ class GenerationRequest(Struct, kw_only=True):
         name, max_tokens = self.token_limit
         if max_tokens is None:
             max_tokens = self.default_tokens
-        if self.min_tokens and max_tokens is not None and self.min_tokens > max_tokens:
+        if self.min_tokens and max_tokens not in (None, -1) and self.min_tokens > max_tokens:
             raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
 
     def config(self) -> Document:
@@ -241,11 +241,11 @@ class GenerationRequest(Struct, kw_only=True):
         given = {name: value for name, value in fields if value not in (None, "", [])}
         if given:
             [(name, value), *others] = given.items()
-            if others or structured:
+            alone = StructuredOutputs(**{CONSTRAINT_FIELDS[name]: value})
+            if others or structured not in (None, alone):  # guidance sends a grammar twice
                 other = others[0][0] if others else "structured_outputs"
                 raise InvalidInput.at(name, f"cannot be combined with {other}")
-            structured = StructuredOutputs(**{CONSTRAINT_FIELDS[name]: value})
-            return output_constraint(path, output_format, structured, name)
+            return output_constraint(path, output_format, alone, name)
         if not (output_format or structured):
             return None
         return output_constraint(path, output_format, structured)
@@ -285,7 +285,7 @@ class GenerationRequest(Struct, kw_only=True):
         )
         param, max_tokens = self.token_limit
         stopping = Stopping(
-            max_tokens=max_tokens,
+            max_tokens=None if max_tokens == -1 else max_tokens,
             min_tokens=self.min_tokens,
             stop=tuple(
                 filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or ())

@@ -117,7 +117,7 @@ class Checkpoint:
 
 def load_embedder(options: ScoringOptions) -> Embedder:
     """Load an embedder. Raises LoadingFailed if the model cannot be served."""
-    with load_errors(options.model, "embeddings"):
+    with load_errors(options.model, "embeddings", options.attention):
         checkpoint = read_checkpoint(options, encoder_class)
         check_weights(checkpoint)
         body: Any = checkpoint.model
@@ -138,7 +138,7 @@ def load_embedder(options: ScoringOptions) -> Embedder:
 
 def load_reranker(options: ScoringOptions) -> Reranker | LateReranker:
     """Load a reranker. Raises LoadingFailed if the model cannot be served."""
-    with load_errors(options.model, "reranking"):
+    with load_errors(options.model, "reranking", options.attention):
         checkpoint = read_checkpoint(options, reranker_class)
         if checkpoint.config.late:
             return make_late_reranker(checkpoint)

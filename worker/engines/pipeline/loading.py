@@ -86,7 +86,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     if options.model == "demo" and task != DEMO_TASK:
         raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
     make: Any = pipeline  # overloaded by literal task
-    with load_errors(options.model, task), record_missing_weights() as lacking:
+    with load_errors(options.model, task, options.attention), record_missing_weights() as lacking:
         path = checkpoint_path(options.model, "fill-mask")
         device = choose_device(options.device)
         check_fits(path, options.dtype, device)

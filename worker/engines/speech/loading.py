@@ -63,7 +63,7 @@ def load_speech(
     """Raise LoadingFailed if the model cannot be served. `pipe`: a loaded pipeline of the model,
     whose weights are shared."""
     start_fork_server()
-    with load_errors(options.model, "transcription"):
+    with load_errors(options.model, "transcription", options.attention):
         missing: dict[str, str] = {}
         if pipe:
             model, tokenizer, extractor = pipe.model, pipe.tokenizer, pipe.feature_extractor
