@@ -123,8 +123,8 @@ def test_a_packed_layer_runs_in_float32_with_the_weights_that_it_has(kind: Any) 
     weight, bias = (rounded(1, 1)[: 8 * n].reshape(-1)[: 80 * n].view(-1, n) for n in (6, 1))
     layer = kind(weight, bias.flatten())
     if kind is NativeInt8Linear:
-        columns, scales = layer.panels.transpose(1, 2).reshape(-1, 32)[:80, :6], layer.scales[:80]
-        weight = columns * scales[:, None]
+        codes = layer.panels.transpose(1, 2).reshape(-1, 32)[:80, :6]
+        weight = (codes.float() - 128) * layer.scales[:80, None]
     if kind is NativeInt4Linear:
         codes, *factors = _quantize_int4(torch.nn.functional.pad(weight, (0, 26)))
         scale, offset = (factor.float() for factor in factors)  # [80, 1]: of one group

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.threads import compute_threads
+from worker.backends.cpu import linear
 from worker.backends.cpu.amx_linear import AmxLinear
 from worker.backends.cpu.linear import (
     GROUP_WIDTHS,
+    QUANTIZED_ROUNDING,
     ROUNDING,
     native_product_matches,
     native_quantized_matches,
@@ -28,7 +30,7 @@ from worker.backends.cpu.linear_layers import (
     NativeInt8Linear,
     PackedLinear,
 )
-from worker.device.device import has_bfloat16
+from worker.model.check import run_in_float32
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -95,7 +97,7 @@ TORCHS: dict[str, Any] = {"int8": int8, "int4": Int4Linear}
 KERNELS = {
     **{f"{dtype}": Kernel(dtype, native_packed, onednn, near) for dtype, near in ROUNDING.items()},
     **{
-        f"{kind}, {dtype}": Kernel(dtype, native_quantized(kind), TORCHS[kind], 1e-2)
+        f"{kind}, {dtype}": Kernel(dtype, native_quantized(kind), TORCHS[kind], QUANTIZED_ROUNDING)
         for kind in QUANTIZED
         for dtype in ROUNDING
     },
@@ -137,6 +139,88 @@ def test_products_are_the_references(kernel: Kernel, size: tuple[int, int], bias
     for rows in ROWS:
         x = torch.randn(rows, size[0], dtype=kernel.dtype)
         assert_close(kernel, layer(x), reference(x))
+
+
+def rounded_inputs(x: Tensor) -> Tensor:
+    """Return rows rounded to 8 bits, with a scale for each 32 inputs; on a CPU with AMX, rows
+    rounded to bfloat16."""
+    if torch.cpu._is_amx_tile_supported():
+        return x.bfloat16().float()
+    groups = nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    scales = groups.abs().amax(2, keepdim=True) / 127
+    codes = (groups / scales.where(scales > 0, 1)).round()
+    return (codes * scales).flatten(1)[:, : x.shape[1]]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_quantized_products_are_exact_but_for_rounded_inputs(
+    kind: str, size: tuple[int, int]
+) -> None:
+    kernel = Kernel(torch.float32, native_quantized(kind), exact, 1e-5)
+    layer = kernel.layer(*operands(kernel, *size))
+    # codes of inputs are whole numbers: no ties that float32 rounds one way or another
+    x = torch.randint(-127, 128, (77, size[0])).float()
+    x[:, ::32] = 127.0
+    x[3] = 0.0
+    x *= 2.0 ** torch.randint(-3, 4, (77, 1))
+    assert torch.equal(rounded_inputs(x), x)
+    assert_close(kernel, layer(x), run_in_float32(layer, x))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38, 1e-38])
+def test_an_extreme_input_changes_its_row_only(kind: str, value: float) -> None:
+    layer: Any = native_quantized(kind)(torch.randn(80, 70), None)
+    x = torch.randn(5, 70)
+    expected = layer(x)
+    x[2] = 0.0
+    x[2, 33] = value
+    actual = layer(x)
+    assert torch.equal(actual[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+    if abs(value) < 1:
+        assert float(actual[2].abs().max()) < 1e-30
+    elif value != 3e38:
+        assert not actual[2].isfinite().any()
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "int8, a scale": lambda layer: layer.scales[3].mul_(1.05),
+    "int8, the zero": lambda layer: layer.panels.add_(1),
+    "int8, columns": lambda layer: swap(layer.panels, 2, 3, 1),
+    "int8, inputs": lambda layer: swap(layer.panels, 3, 0, 1),
+    "int8, blocks": lambda layer: swap(layer.panels, 1, 0, 8),
+    "int4, scales": lambda layer: layer.blocks[..., 1:128:2].add_(1),
+    "int4, offsets": lambda layer: layer.blocks[..., 128:256].zero_(),
+    "int4, columns": lambda layer: swap(layer.blocks, 2, 256, 4),
+    "int4, inputs": lambda layer: swap(layer.blocks, 2, 256, 1),
+    "int4, blocks": lambda layer: swap(layer.blocks, 1, 0, 1),
+}
+
+
+def swap(stored: Tensor, dim: int, start: int, distance: int) -> None:
+    """Swap two parts of equal length along `dim`: the code, or the lines of a block."""
+    one, other = (stored.narrow(dim, at, distance) for at in (start, start + distance))
+    before = one.clone()
+    one.copy_(other)
+    other.copy_(before)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_at_load(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = fault[:4]
+    native, torchs = linear.QUANTIZED[kind]
+    native_quantized(kind)(torch.randn(80, 70), None)
+
+    def faulty(*weights: Any) -> Any:
+        layer = native(*weights)
+        FAULTS[fault](layer)
+        return layer
+
+    monkeypatch.setitem(linear.QUANTIZED, kind, (faulty, torchs))
+    assert not native_quantized_matches(kind, torch.float32)
 
 
 @each_kernel
@@ -242,8 +326,9 @@ def test_plain_layers_stay() -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_a_cpu_with_bfloat16_instructions_has_the_kernel(kind: str) -> None:
-    assert native_quantized_matches(kind, torch.bfloat16) == has_bfloat16()
+def test_a_cpu_that_multiplies_integers_has_the_kernel(kind: str) -> None:
+    has_vnni: bool = torch.cpu._is_vnni_supported()
+    assert native_quantized_matches(kind, torch.bfloat16) == has_vnni
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

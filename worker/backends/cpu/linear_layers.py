@@ -4,7 +4,7 @@ PackedLinear holds weights in oneDNN's layout, several times faster than the pla
 rows of a decode step; the native operation (native/packed_linear.cpp) reads the same copy.
 Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions. Int8Linear and Int4Linear
 hold quantized weights for torch's kernels, NativeInt8Linear and NativeInt4Linear for the native
-ones, which need bfloat16 instructions. linear.py replaces a model's layers by these.
+ones, which need AVX512-VNNI. linear.py replaces a model's layers by these.
 """
 
 import ctypes
@@ -27,9 +27,10 @@ INT8_ROWS = 8
 # Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
 QUANTIZED_ROWS = 4096
 PANEL_COLUMNS = 32  # columns of a panel: SPREAD in native/bf16_weight_linear.cpp
-QUANTIZED_COLUMNS = 64  # of int8 and int4 weights: QUANTIZED_GROUP in native/int8_linear.cpp
-INT8_DEPTH = 32  # int8 weights are padded to a multiple of this depth, STEP<Half> in C++
-INT4_DEPTH = 32  # inputs that share a scale and an offset; as in native/int4_linear.cpp
+QUANTIZED_COLUMNS = 64  # of int8 and int4 weights: QUANTIZED_GROUP in native/quantized.h
+INT8_ZERO = 128  # the code of 0 in the native operation
+INT8_DEPTH = 32  # int8 weights are padded to a multiple of this depth, INPUT_DEPTH in C++
+INT4_DEPTH = 32  # inputs that share a scale and an offset, INPUT_DEPTH in C++
 INT4_BYTES = 0.5 + 4 / INT4_DEPTH  # of a weight, with its share of scale and offset
 LARGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
@@ -221,11 +222,11 @@ class Int8Linear(_Linear):
 
 
 class NativeInt8Linear(_Linear):
-    """Int8Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
-    the cache, so no copy is needed, and a row of its result does not depend on the other rows.
+    """Int8Linear by the native operation, which must be loaded. It needs no copy, and a row of its
+    result does not depend on the other rows. Without AMX, inputs are rounded to 8 bits.
 
-    `panels` [out / QUANTIZED_COLUMNS, in / 2, QUANTIZED_COLUMNS, 2] int8, padded with zeros;
-    `scales` [out, rounded up to QUANTIZED_COLUMNS] float32.
+    `panels` [out / QUANTIZED_COLUMNS, in / 4, QUANTIZED_COLUMNS, 4] uint8, weights plus INT8_ZERO,
+    padded; `scales` [out, rounded up to QUANTIZED_COLUMNS] float32.
     """
 
     panels: Tensor
@@ -237,7 +238,8 @@ class NativeInt8Linear(_Linear):
         panels, scales = [], []
         for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of QUANTIZED_COLUMNS
             quantized, scale = _quantize(weight.detach()[at : at + QUANTIZED_ROWS])
-            panels.append(_panels(quantized, QUANTIZED_COLUMNS, INT8_DEPTH))
+            codes = _panels(quantized, QUANTIZED_COLUMNS, INT8_DEPTH, 4).view(torch.uint8)
+            panels.append(codes ^ INT8_ZERO)
             scales.append(scale.float())
         packed = torch.cat(panels)
         use_large_pages(packed.data_ptr(), packed.nbytes)
@@ -287,7 +289,7 @@ class Int4Linear(_Linear):
 
 class NativeInt4Linear(_Linear):
     """Int4Linear by the native operation, which must be loaded. A row of its result does not depend
-    on the other rows.
+    on the other rows. Without AMX, inputs are rounded to 8 bits.
 
     `blocks` [out / QUANTIZED_COLUMNS, in / INT4_DEPTH, bytes], padded with zeros: scales, offsets
     and codes of QUANTIZED_COLUMNS outputs and INT4_DEPTH inputs.
@@ -339,17 +341,13 @@ def _quantize_int4(weight: Tensor, grid: Int4Grid | None = None) -> tuple[Tensor
 
 
 def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """Return the blocks of the native operation: words of four codes, of columns 16 apart; two
+    """Return the blocks of the native operation: bytes of two codes, of columns 16 apart; four
     inputs side by side for each column."""
     columns, depth = QUANTIZED_COLUMNS, INT4_DEPTH
-    shape = (len(codes) // columns, columns, codes.shape[1] // depth, depth // 2, 2)
-    pairs = (
-        codes.view(shape).permute(0, 2, 3, 1, 4).reshape(*shape[:1], shape[2], depth // 2, 4, -1)
-    )
-    low, high = (pairs[:, :, :, n] | pairs[:, :, :, n + 1] << 4 for n in (0, 2))
-    bytes_of_codes = torch.stack((low, high), -1).flatten(2)  # of each word the lower one first
+    lines = _panels(codes, columns, depth, 4).view(len(codes) // columns, -1, depth // 2, 2, 64)
+    bytes_of_codes = (lines[:, :, :, 0] | lines[:, :, :, 1] << 4).flatten(2)
     factors = [
-        each.view(shape[0], columns, -1).transpose(1, 2).contiguous().view(torch.uint8)
+        each.view(len(lines), columns, -1).transpose(1, 2).contiguous().view(torch.uint8)
         for each in (scales, offsets)
     ]
     return torch.cat([*factors, bytes_of_codes], 2)
@@ -357,13 +355,12 @@ def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
 
 def _int4_weight(blocks: Tensor) -> Tensor:
     """Return the weight, in float32, of `_int4_blocks`, with its padding."""
-    shape = (*blocks.shape[:2], INT4_DEPTH // 2, QUANTIZED_COLUMNS, 2)
     factors, codes = blocks.tensor_split([4 * QUANTIZED_COLUMNS], 2)
-    low, high = codes.reshape(*shape[:3], -1, 2).unbind(-1)
-    whole = torch.stack((low & 15, low >> 4, high & 15, high >> 4), 3).view(shape).float() - 8
+    lines = codes.reshape(*blocks.shape[:2], -1, 1, 64)
+    whole = torch.cat((lines & 15, lines >> 4), 3).view(*blocks.shape[:2], -1, QUANTIZED_COLUMNS, 4)
     factors = factors.contiguous().view(torch.bfloat16).float()
-    scales, offsets = factors.view(*shape[:2], 2, 1, -1, 1).unbind(2)
-    weight = whole.mul_(scales).add_(offsets).permute(0, 3, 1, 2, 4)
+    scales, offsets = factors.view(*blocks.shape[:2], 2, 1, -1, 1).unbind(2)
+    weight = (whole.float() - 8).mul_(scales).add_(offsets).permute(0, 3, 1, 2, 4)
     return weight.reshape(len(blocks) * QUANTIZED_COLUMNS, -1)
 
 
@@ -409,8 +406,8 @@ def _bf16_in_float32(x: Tensor, panels: Tensor, bias: Tensor | None, columns: in
 def _int8_in_float32(
     x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None, columns: int
 ) -> Tensor:
-    weight = _unpaired(panels, columns, x.shape[-1]) * scales[:columns, None]
-    return _product_in_float32(x, weight, bias)
+    codes = _unpaired(panels, columns, x.shape[-1]).float() - INT8_ZERO
+    return _product_in_float32(x, codes * scales[:columns, None], bias)
 
 
 def _int4_in_float32(x: Tensor, blocks: Tensor, bias: Tensor | None, columns: int) -> Tensor:
@@ -421,19 +418,19 @@ def _experts_in_float32(x: Tensor, *args: Any) -> Tensor:
     raise NotImplementedError("experts are multiplied by their addresses")
 
 
-def _panels(weight: Tensor, columns: int, depth: int) -> Tensor:
-    """Return [out / columns, in / 2, columns, 2]: weights of two inputs side by side. Both sizes
-    are padded with zeros to multiples of `columns` and `depth`."""
+def _panels(weight: Tensor, columns: int, depth: int, width: int = 2) -> Tensor:
+    """Return [out / columns, in / width, columns, width]: weights of `width` inputs side by side.
+    Both sizes are padded with zeros to multiples of `columns` and `depth`."""
     missing = -weight.shape[1] % depth, -len(weight) % columns
     if any(missing):
         weight = nn.functional.pad(weight, (0, missing[0], 0, missing[1]))
-    pairs = weight.reshape(-1, columns, weight.shape[1] // 2, 2)
+    pairs = weight.reshape(-1, columns, weight.shape[1] // width, width)
     return pairs.transpose(1, 2).contiguous()
 
 
 def _unpaired(panels: Tensor, columns: int, depth: int) -> Tensor:
-    """Return the weight [columns, depth] of panels [P, D / 2, W, 2], which are padded."""
-    return panels.transpose(1, 2).reshape(-1, panels.shape[1] * 2)[:columns, :depth]
+    """Return the weight [columns, depth] of `_panels`."""
+    return panels.transpose(1, 2).reshape(-1, panels.shape[1] * panels.shape[3])[:columns, :depth]
 
 
 def _product_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

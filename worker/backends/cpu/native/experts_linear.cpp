@@ -5,11 +5,10 @@
 
 namespace {
 
-// x [rows, depth], out [rows, columns]; `counts` of rows by expert; `weights(expert)` returns an expert's.
-template <typename T, int64_t GROUP, typename Weights, typename O, typename Of>
-void multiply_experts(
-    const T* x, O* out, const int64_t* counts, int64_t experts, int64_t depth, int64_t columns,
-    const Of& weights) {
+// `linear(expert, first)`: the product of an expert, whose rows begin at `first`, with columns in
+// groups of GROUP; `counts` of rows by expert.
+template <int64_t GROUP, typename Of>
+void multiply_experts(const int64_t* counts, int64_t experts, int64_t columns, const Of& linear) {
   struct Part {
     int64_t expert, first, row, rows, group;  // `first` row of the expert
   };
@@ -27,10 +26,7 @@ void multiply_experts(
     std::vector<float> sums(most * GROUP);
     for (int64_t n = begin; n < end; ++n) {
       const Part& part = parts[n];
-      const Linear<T, GROUP, Weights, O> linear{
-          x + part.first * depth, weights(part.expert), nullptr, out + part.first * columns,
-          counts[part.expert], depth, columns};
-      linear.multiply(part.row, part.rows, part.group, sums.data());
+      linear(part.expert, part.first).multiply(part.row, part.rows, part.group, sums.data());
     }
   });
 }
@@ -51,38 +47,40 @@ Tensor experts_linear(
   const Tensor out = at::empty({x.size(0), columns}, x.options());
   const int64_t *count = counts.const_data_ptr<int64_t>(), *at = addresses.const_data_ptr<int64_t>();
   const int64_t experts = counts.numel(), missing = padded - x.size(1);
-  const auto rows_of = [&](const Tensor& t) {
-    return missing ? at::constant_pad_nd(t, {0, missing}) : t.contiguous();
-  };
   if (scales) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__)
     const int64_t* scale = scales->const_data_ptr<int64_t>();
-    const Tensor rows = rows_of(x.to(at::kBFloat16));
     dispatch(x, [&](auto kind) {
       using O = decltype(kind);
-      multiply_experts<Half, QUANTIZED_GROUP, Int8Weights>(
-          rows.const_data_ptr<Half>(), out.mutable_data_ptr<O>(), count, experts, padded, columns,
-          [&](int64_t e) {
-            return Int8Weights{
-                reinterpret_cast<const int8_t*>(at[e]), reinterpret_cast<const float*>(scale[e])};
-          });
+      O* to = out.mutable_data_ptr<O>();
+      with_inputs<Int8Weights, O>(x, padded, [&]<typename Layer>(const auto* inputs, int64_t depth) {
+        multiply_experts<QUANTIZED_GROUP>(count, experts, columns, [&](int64_t e, int64_t first) {
+          const Int8Weights weights{
+              reinterpret_cast<const uint8_t*>(at[e]), reinterpret_cast<const float*>(scale[e])};
+          return Layer{
+              inputs + first * depth, weights, nullptr, to + first * columns, count[e], depth, columns};
+        });
+      });
     });
     return out;
 #else
     TORCH_CHECK(false, "no kernel for int8 weights on this CPU");
 #endif
   }
-  const Tensor rows = rows_of(x);
+  const Tensor rows = missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
   dispatch(x, [&](auto kind) {
     using T = decltype(kind);
     TORCH_CHECK(HAS_KERNEL<T> && (width == 32 || width == 64), "no kernel for ", x.scalar_type());
     if constexpr (HAS_KERNEL<T>) {
       const auto multiply = [&](auto group) {
         constexpr int64_t GROUP = decltype(group)::value;
-        using Weights = PackedWeights<T, GROUP>;
-        multiply_experts<T, GROUP, Weights>(
-            rows.const_data_ptr<T>(), out.mutable_data_ptr<T>(), count, experts, padded, columns,
-            [&](int64_t e) { return Weights{reinterpret_cast<const T*>(at[e])}; });
+        const T* from = rows.const_data_ptr<T>();
+        T* to = out.mutable_data_ptr<T>();
+        multiply_experts<GROUP>(count, experts, columns, [&](int64_t e, int64_t first) {
+          return Linear<T, GROUP>{
+              from + first * padded, {reinterpret_cast<const T*>(at[e])}, nullptr,
+              to + first * columns, count[e], padded, columns};
+        });
       };
       if (width == 32)
         multiply(std::integral_constant<int64_t, 32>());

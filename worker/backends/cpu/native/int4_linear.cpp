@@ -1,65 +1,127 @@
-// Linear layers of int4 weights with a scale and an offset per column and INT4_DEPTH inputs, on a CPU
-// that multiplies bfloat16. With AMX, weights are widened to bfloat16 and multiplied with all rows, as
-// int8 weights are (quantized.h); elsewhere codes are multiplied and their sums scaled. A row's
-// product does not depend on the others.
+// Linear layers of int4 weights with a scale and an offset per column and INPUT_DEPTH inputs
+// (quantized.h).
 
 #include "quantized.h"
 
 namespace {
 
-constexpr int64_t INT4_DEPTH = 32;  // in cpu/linear_layers.py too
+#if defined(__AVX512VNNI__)
 // Weights of a block, and its bytes: scales and offsets [QUANTIZED_GROUP] in bfloat16, then the codes.
-constexpr int64_t INT4_WEIGHTS = INT4_DEPTH * QUANTIZED_GROUP;
-constexpr int64_t INT4_BYTES = 2 * QUANTIZED_GROUP * 2 + INT4_WEIGHTS / 2;
+constexpr int64_t INT4_WEIGHTS = INPUT_DEPTH * QUANTIZED_GROUP;
+constexpr int64_t INT4_FACTORS = 2 * QUANTIZED_GROUP * 2;
+constexpr int64_t INT4_BYTES = INT4_FACTORS + INT4_WEIGHTS / 2;
 
-#if defined(__AVX512BF16__)
-// Blocks [columns / QUANTIZED_GROUP, depth / INT4_DEPTH, INT4_BYTES]. Codes: a line of 64 bytes holds
-// two inputs in pairs for each of 16 columns, in words of 16 bits; the n-th four bits of a word are
-// those of column 16 n + its own.
-constexpr int64_t LINE_BYTES = 64;
-constexpr int PANELS_OF_GROUP = QUANTIZED_GROUP / LANES;
-
-inline Floats bf16_floats(const uint8_t* from) { return floats(words(load<Halves>(from)) << 16); }
+inline __m512 bf16_floats(const uint8_t* from) {
+  return (__m512)floats(words(load<Halves>(from)) << 16);
+}
 
 struct Factors {
-  Floats scales[PANELS_OF_GROUP], offsets[PANELS_OF_GROUP];
+  __m512 scales[PANELS_OF_GROUP], offsets[PANELS_OF_GROUP];
 
+  Factors() = default;
   explicit Factors(const uint8_t* block) {
     for (int n = 0; n < PANELS_OF_GROUP; ++n) {
       scales[n] = bf16_floats(block + 2 * LANES * n);
       offsets[n] = bf16_floats(block + 2 * (QUANTIZED_GROUP + LANES * n));
     }
-    for (int n = 0; n < 4 * QUANTIZED_GROUP; n += 64) __builtin_prefetch(block + QUANTIZED_PREFETCH_BYTES + n);
   }
 };
 
-// Weights widened to bfloat16, for AMX tiles.
+// Blocks [columns / QUANTIZED_GROUP, depth / INPUT_DEPTH, BLOCK_BYTES]. Codes: a line of 64 bytes holds
+// LINE_INPUTS inputs for each of 16 columns in the lower four bits, for the next 16 in the others. A
+// weight is (code - ZERO) · scale + offset.
 struct Int4Weights {
-  static constexpr int64_t GROUP = QUANTIZED_GROUP, PREFETCH = 0, BUFFER = MAX_DEPTH * GROUP;
+  static constexpr int ZERO = 8, ROWS = 4;
+  static constexpr int64_t BLOCK_BYTES = INT4_BYTES;
+  static constexpr int64_t PREFETCH = 0, BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
+  static constexpr int64_t DIRECT_PASSES = 2;
   const uint8_t* blocks;
 
+  const uint8_t* block(int64_t number) const { return blocks + number * BLOCK_BYTES; }
+
+  static void unpack(const uint8_t* block, int64_t line, __m512i* to) {
+    const __m512i four_bits = _mm512_set1_epi8(15);
+    const uint8_t* from = block + INT4_FACTORS + line * 2 * LINE_BYTES;
+    for (int n = 0; n < PANELS_OF_GROUP; n += 2, from += LINE_BYTES) {
+      const __m512i both = load<__m512i>(from);
+      to[n] = _mm512_and_si512(both, four_bits);
+      to[n + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), four_bits);
+    }
+  }
+
+  static void add_scaled(
+      const Factors& factors, const InputBlock& x, const __m512i* parts, __m512* sums) {
+    const __m512 scale = _mm512_set1_ps(x.scale), total = _mm512_set1_ps(x.total);
+    for (int n = 0; n < PANELS_OF_GROUP; ++n) {
+      const __m512 scaled = _mm512_mul_ps(factors.scales[n], _mm512_cvtepi32_ps(parts[n]));
+      sums[n] = _mm512_fmadd_ps(total, factors.offsets[n], sums[n]);
+      sums[n] = _mm512_fmadd_ps(scale, scaled, sums[n]);
+    }
+  }
+
+  struct Codes {
+    const uint8_t* blocks;
+
+    void line(int64_t block, int64_t line, __m512i (&to)[PANELS_OF_GROUP]) const {
+      unpack(blocks + block * BLOCK_BYTES, line, to);
+    }
+    void add_scaled(int64_t block, const InputBlock& x, const __m512i* parts, __m512* sums) const {
+      Int4Weights::add_scaled(Factors(blocks + block * BLOCK_BYTES), x, parts, sums);
+    }
+  };
+
+  struct UnpackedCodes : PlainCodes {
+    const Factors* factors;
+
+    void add_scaled(int64_t block, const InputBlock& x, const __m512i* parts, __m512* sums) const {
+      Int4Weights::add_scaled(factors[block], x, parts, sums);
+    }
+  };
+
+  // Calls add(codes) with the codes of `count` blocks. For many passes they are unpacked to memory first.
+  template <typename Add>
+  void with_codes(int64_t first, int64_t count, int64_t passes, const Add& add) const {
+    const uint8_t* from = block(first);
+    if (passes <= DIRECT_PASSES) return add(Codes{from});
+    alignas(64) uint8_t buffer[MAX_BLOCKS * INT4_WEIGHTS];
+    Factors factors[MAX_BLOCKS];
+    uint8_t* to = buffer;
+    for (int64_t n = 0; n < count; ++n, from += BLOCK_BYTES) {
+      factors[n] = Factors(from);
+      for (int line = 0; line < LINES_OF_BLOCK; ++line, to += PANELS_OF_GROUP * LINE_BYTES) {
+        __m512i panels[PANELS_OF_GROUP];
+        unpack(from, line, panels);
+        for (int panel = 0; panel < PANELS_OF_GROUP; ++panel) store(to + panel * LINE_BYTES, panels[panel]);
+      }
+    }
+    add(UnpackedCodes{{buffer}, factors});
+  }
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   const Half* lines(int64_t at, int64_t count, Half* buffer) const {
-    const uint8_t* block = blocks + at / INT4_WEIGHTS * INT4_BYTES;
-    for (int64_t n = 0; n < count; n += INT4_WEIGHTS, block += INT4_BYTES) widen(block, buffer + n);
+    const uint8_t* block = blocks + at / INT4_WEIGHTS * BLOCK_BYTES;
+    for (int64_t n = 0; n < count; n += INT4_WEIGHTS, block += BLOCK_BYTES) widen(block, buffer + n);
     return buffer;
   }
 
   static void widen(const uint8_t* block, Half* to) {
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     const Factors factors(block);
-    for (const uint8_t* from = block + 4 * GROUP; from < block + INT4_BYTES; from += LINE_BYTES) {
-      __builtin_prefetch(from + QUANTIZED_PREFETCH_BYTES);
-      const __m512i codes = load<__m512i>(from);
-#pragma GCC unroll 4
-      for (int n = 0; n < PANELS_OF_GROUP; ++n, to += 2 * LANES) {
+    for (int four = 0; four < LINES_OF_BLOCK; ++four, to += 4 * QUANTIZED_GROUP)
+      for (int n = 0; n < PANELS_OF_GROUP; ++n) {
+        const uint8_t* from = block + INT4_FACTORS + (2 * four + n / 2) * LINE_BYTES;
+        __builtin_prefetch(from + QUANTIZED_PREFETCH_BYTES);
+        const __m512i codes = _mm512_srli_epi32(load<__m512i>(from), n % 2 * 4);
         const auto weights = [&](int shift) {  // a permutation reads the lower four bits
           const __m512 whole = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, shift), values);
-          return _mm512_fmadd_ps(whole, (__m512)factors.scales[n], (__m512)factors.offsets[n]);
+          return _mm512_fmadd_ps(whole, factors.scales[n], factors.offsets[n]);
         };
-        const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(weights(16 + 4 * n), weights(4 * n));
-        store(to, _mm512_permutexvar_epi16(in_pairs(), halves));
+        for (int pair = 0; pair < 2; ++pair) {
+          const auto halves = (__m512i)_mm512_cvtne2ps_pbh(weights(16 * pair + 8), weights(16 * pair));
+          Half* line = to + 2 * pair * QUANTIZED_GROUP;
+          store(line + 2 * LANES * n, _mm512_permutexvar_epi16(in_pairs(), halves));
+        }
       }
-    }
   }
 
   static __m512i in_pairs() {
@@ -67,127 +129,9 @@ struct Int4Weights {
     for (int n = 0; n < LANES; ++n) pairs[n] = n | (LANES + n) << 16;
     return (__m512i)pairs;
   }
+#endif
 
   Floats scaled(Floats sums, int64_t) const { return sums; }
-};
-
-// The product by vector instructions: x [rows, depth], out [rows, columns], bias [columns] or null. Codes
-// are whole numbers, which bfloat16 holds exactly. Their sum over a block is scaled, and the offset is
-// multiplied with the sum of the block's inputs, `totals` [rows, depth / INT4_DEPTH].
-template <typename O>
-struct Int4Linear {
-  static constexpr int R = INTERLEAVED_SUMS / PANELS_OF_GROUP;
-  static constexpr int64_t DIRECT_ROWS = 4 * R;  // for more rows, codes are unpacked to memory first
-  const Half* x;
-  const uint8_t* blocks;
-  const O* bias;
-  O* out;
-  int64_t rows, depth, columns;
-
-  void multiply() const {
-    const int64_t deep = depth / INT4_DEPTH, groups = rounded_up(columns, QUANTIZED_GROUP) / QUANTIZED_GROUP;
-    std::vector<float> totals(rows * deep);
-    at::parallel_for(0, rows * deep, 1 << 12, [&](int64_t begin, int64_t end) {
-      const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-      for (int64_t n = begin; n < end; ++n) {
-        const __m512bh inputs = (__m512bh)load<__m512i>(x + n * INT4_DEPTH);
-        totals[n] = sum((Floats)_mm512_dpbf16_ps(__m512{}, inputs, ones));
-      }
-    });
-    const int64_t share = rows_of_share(rows, groups, MAX_ROWS);
-    at::parallel_for(0, (rows + share - 1) / share * groups, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> sums(std::min(rows, share) * QUANTIZED_GROUP);
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t row = n / groups * share;
-        multiply(row, std::min(share, rows - row), n % groups, totals.data(), sums.data());
-      }
-    });
-  }
-
-  void multiply(int64_t first, int64_t count, int64_t group, const float* totals, float* sums) const {
-    const int64_t deep = depth / INT4_DEPTH;
-    std::fill_n(sums, count * QUANTIZED_GROUP, 0.0f);
-    alignas(64) WeightsLine lines[INT4_DEPTH / 2];
-    for (int64_t k = 0; k < deep; ++k) {
-      const uint8_t* block = blocks + (group * deep + k) * INT4_BYTES;
-      const Factors factors(block);
-      const uint8_t* codes = block + 4 * QUANTIZED_GROUP;
-      const auto add = [&](const auto& weights) {
-        for (int64_t row = 0; row < count; row += R)
-          rows_block(
-              std::min<int64_t>(R, count - row), x + (first + row) * depth + k * INT4_DEPTH,
-              totals + (first + row) * deep + k, factors, sums + row * QUANTIZED_GROUP, weights,
-              std::make_integer_sequence<int, R>());
-      };
-      if (count <= DIRECT_ROWS) {
-        add([&](int line) { return whole(codes + line * LINE_BYTES); });
-      } else {
-        for (int n = 0; n < INT4_DEPTH / 2; ++n) lines[n] = whole(codes + n * LINE_BYTES);
-        add([&](int line) -> const WeightsLine& { return lines[line]; });
-      }
-    }
-    for (int64_t row = first; row < first + count; ++row)
-      for (int64_t column = group * QUANTIZED_GROUP; column < (group + 1) * QUANTIZED_GROUP;
-           column += LANES, sums += LANES)
-        write(load<Floats>(sums), row, column);
-  }
-
-  struct WeightsLine {
-    __m512i panels[PANELS_OF_GROUP];
-  };
-
-  // The codes of a line as whole numbers from -8 to 7.
-  static WeightsLine whole(const uint8_t* line) {
-    const __m512i values = _mm512_broadcast_i64x4(_mm256_setr_epi16(  // a permutation reads five bits
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
-    __builtin_prefetch(line + QUANTIZED_PREFETCH_BYTES);
-    const __m512i codes = load<__m512i>(line);
-    WeightsLine to;
-#pragma GCC unroll 4
-    for (int n = 0; n < PANELS_OF_GROUP; ++n)
-      to.panels[n] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * n), values);
-    return to;
-  }
-
-  template <typename Lines, int... N>
-  void rows_block(
-      int64_t count, const Half* from, const float* totals, const Factors& factors, float* sums,
-      const Lines& lines, std::integer_sequence<int, N...>) const {
-    ((count == N + 1 ? add_block<N + 1>(from, totals, factors, sums, lines) : void()), ...);
-  }
-
-  // `lines(n)`: the weights of a line.
-  template <int ROWS, typename Lines>
-  void add_block(
-      const Half* from, const float* totals, const Factors& factors, float* sums,
-      const Lines& lines) const {
-    Floats parts[ROWS][PANELS_OF_GROUP]{};
-    for (int line = 0; line < INT4_DEPTH / 2; ++line) {
-      const WeightsLine& weights = lines(line);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(from + r * depth + 2 * line));
-#pragma GCC unroll 4
-        for (int n = 0; n < PANELS_OF_GROUP; ++n)
-          parts[r][n] = (Floats)_mm512_dpbf16_ps((__m512)parts[r][n], pair, (__m512bh)weights.panels[n]);
-      }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      const __m512 total = _mm512_set1_ps(totals[r * (depth / INT4_DEPTH)]);
-      for (int n = 0; n < PANELS_OF_GROUP; ++n) {
-        float* to = sums + r * QUANTIZED_GROUP + n * LANES;
-        const __m512 sum = _mm512_fmadd_ps(total, (__m512)factors.offsets[n], load<__m512>(to));
-        store(to, _mm512_fmadd_ps((__m512)parts[r][n], (__m512)factors.scales[n], sum));
-      }
-    }
-  }
-
-  void write(Floats sums, int64_t row, int64_t column) const {
-    const int64_t count = columns - column;
-    if (bias) sums += load_floats(bias + column, count);
-    store_floats(out + row * columns + column, sums, count);
-  }
 };
 #endif
 
@@ -195,25 +139,16 @@ struct Int4Linear {
 // [columns] of x's type → [..., columns]
 Tensor int4_linear(
     const Tensor& x, const Tensor& blocks, const std::optional<Tensor>& bias, int64_t columns) {
-#if defined(__AVX512BF16__)
-  static_assert(INT4_DEPTH == STEP<Half> && MAX_DEPTH % INT4_DEPTH == 0);
-  const int64_t padded = rounded_up(x.size(-1), INT4_DEPTH);
+#if defined(__AVX512VNNI__)
+  static_assert(MAX_DEPTH % INPUT_DEPTH == 0);
+  const int64_t padded = rounded_up(x.size(-1), INPUT_DEPTH);
   const int64_t groups = (columns + QUANTIZED_GROUP - 1) / QUANTIZED_GROUP;
   TORCH_CHECK(
-      blocks.sizes() == at::IntArrayRef({groups, padded / INT4_DEPTH, INT4_BYTES}) &&
+      blocks.sizes() == at::IntArrayRef({groups, padded / INPUT_DEPTH, INT4_BYTES}) &&
           blocks.is_contiguous() && blocks.scalar_type() == at::kByte &&
           (!bias || (bias->numel() == columns && bias->scalar_type() == x.scalar_type())),
       "int4_linear of ", x.sizes(), " ", x.scalar_type(), " and blocks ", blocks.sizes());
-  const uint8_t* from = blocks.const_data_ptr<uint8_t>();
-  return quantized_product(
-      x, padded, bias, columns, [&]<typename O>(const Half* in, const O* bias_row, O* out, int64_t rows) {
-        if (has_tiles())
-          Linear<Half, QUANTIZED_GROUP, Int4Weights, O>{
-              in, Int4Weights{from}, bias_row, out, rows, padded, columns}
-              .multiply();
-        else
-          Int4Linear<O>{in, from, bias_row, out, rows, padded, columns}.multiply();
-      });
+  return quantized_product(x, padded, Int4Weights{blocks.const_data_ptr<uint8_t>()}, bias, columns);
 #else
   TORCH_CHECK(false, "no kernel for int4 weights on this CPU");
 #endif
