@@ -219,25 +219,27 @@ struct Int8Weights {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   // Some lines of a group, as Linear reads them: of two inputs side by side.
   const Half* lines(int64_t at, int64_t count, Half* buffer) const {
-    for (int64_t n = 0; n < count; n += LINE_BYTES) {
-      const uint8_t* from = panels + at + n;
-      __builtin_prefetch(from + QUANTIZED_PREFETCH_BYTES);
-      const __m512i codes = _mm512_xor_si512(load<__m512i>(from), _mm512_set1_epi8(-128));
-      const int64_t panel = n / LINE_BYTES % PANELS_OF_GROUP;
-      Half* to = buffer + n / (4 * QUANTIZED_GROUP) * 4 * QUANTIZED_GROUP + panel * 2 * LANES;
-      store(to, pair(_mm512_slli_epi32(codes, 24), _mm512_slli_epi32(codes, 16)));
-      store(to + 2 * QUANTIZED_GROUP, pair(_mm512_slli_epi32(codes, 8), codes));
-    }
+    const uint8_t* from = panels + at;
+    for (Half *to = buffer, *end = buffer + count; to < end; to += 2 * QUANTIZED_GROUP)
+#pragma GCC unroll 4
+      for (int n = 0; n < PANELS_OF_GROUP; ++n, from += LINE_BYTES, to += 2 * LANES) {
+        __builtin_prefetch(from + QUANTIZED_PREFETCH_BYTES);
+        const __m512i codes = load<__m512i>(from);
+        store(to, pair(codes, _mm512_srli_epi32(codes, 8)));
+        store(to + 2 * QUANTIZED_GROUP, pair(_mm512_srli_epi32(codes, 16), _mm512_srli_epi32(codes, 24)));
+      }
     return buffer;
   }
 
-  // Two inputs side by side, from the highest bytes.
+  // Two inputs side by side, from the lowest bytes.
   static __m512i pair(__m512i first, __m512i second) {
-    const __m512i low = _mm512_srli_epi32(whole(first), 16);
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, whole(second));
+    return _mm512_or_si512(_mm512_srli_epi32(weight(first), 16), weight(second));
   }
-  static __m512i whole(__m512i high) {
-    return (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(high, 24));
+  // The lowest byte less ZERO, as float32: 2^23 plus the byte has it in its last bits.
+  static __m512i weight(__m512i codes) {
+    const __m512 large = _mm512_set1_ps(1 << 23);
+    const __m512i sum = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi32(255), (__m512i)large, 0xea);
+    return (__m512i)_mm512_sub_ps((__m512)sum, _mm512_set1_ps((1 << 23) + ZERO));
   }
 #endif
 
