@@ -20,6 +20,7 @@ from worker.model.sampler import (
     AHEAD,
     BLOCK,
     SampledToken,
+    SamplingInputs,
     SamplingParams,
     SamplingRow,
     SamplingState,
@@ -52,7 +53,7 @@ def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> tor
 def sample(
     logits: torch.Tensor, rows: Sequence[SamplingRow], mask: TokenMask | None = None
 ) -> list[SampledToken]:
-    return sampler.sample(logits, rows, mask).read()
+    return sampler.sample(logits, SamplingInputs(rows), mask).read()
 
 
 def tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -197,16 +198,18 @@ def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
 
 def test_the_same_rows_step_after_step_are_sampled_as_alone() -> None:
     """Their inputs are reused, with numbers that are computed ahead, until a row leaves."""
-    logits, rows, inputs = normal(26, 700), mixed(26), None
+    logits, rows = normal(26, 700), mixed(26)
+    inputs = SamplingInputs(rows)
     for step in range(2 * AHEAD + 3):
         if step == AHEAD + 5:
             logits, rows = logits[1:], rows[1:]
-        output = sampler.sample(logits, rows, None, inputs)
-        assert output.read() == sample(logits, rows)
-        reused = inputs is not None and output.inputs._parameters is inputs._parameters
-        assert reused == (step not in (0, AHEAD + 5))
-        inputs = output.inputs
+            inputs = SamplingInputs(rows)
+        parameters = inputs._parameters
+        assert sampler.sample(logits, inputs).read() == sample(logits, rows)
+        assert (inputs._parameters is parameters) == (step not in (0, AHEAD + 5))
+        inputs = inputs.following()
         rows = [SamplingRow(row.state, row.position + 1) for row in rows]
+        assert inputs.rows == rows
 
 
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:
@@ -455,7 +458,7 @@ def test_a_mixed_step_takes_few_operations(kinds: list[dict[str, Any]], most: in
     logits = normal(16, 64 * BLOCK)
     rows = [row(seed=n, **kinds[n % len(kinds)]) for n in range(16)]
     with CountedOperations() as operations:  # type: ignore[no-untyped-call]
-        sampler.sample(logits, rows)
+        sampler.sample(logits, SamplingInputs(rows))
     assert operations.count <= most
 
 

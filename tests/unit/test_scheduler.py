@@ -618,9 +618,9 @@ def test_slices_and_output_are_those_of_a_list() -> None:
     assert (ids[1:], ids[-1], [*ids]) == (listed[1:], 7, listed)
     one, other = Sequence(ids.copy(), max_tokens=5), Sequence(listed, max_tokens=5)
     for sequence in (one, other):
-        sequence.append_placeholder(0)
+        sequence.tokens, sequence.has_placeholder = [*sequence.tokens, -1], True
         sequence.extend([8, 9])
-        sequence.append_placeholder(1)
+        sequence.tokens, sequence.has_placeholder = [*sequence.tokens, -2], True
         sequence.drop_placeholder()
     assert one.tokens[:] == other.tokens[:] == [5, 6, 7, 8, 9]
     assert [*ids] == [5, 6, 7]

@@ -211,20 +211,18 @@ def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
 
 
 class SamplingInputs:
-    """What sampling a step needs of its rows, in part on the device. While the same outputs follow
-    each other, a step reuses those of the step before."""
+    """What sampling a step needs of its rows, in part on the device, where it stays while the same
+    outputs follow each other."""
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
-        self.rows = rows
-        self._states = [row.state for row in rows]
-        self._positions = [row.position for row in rows]
-        self._step = 0  # since the first one of these rows
+        self._rows = rows  # of the first step
+        self._step = 0  # since that
         self._parameters: Tensor | None = None  # of all steps
         self._ahead: Tensor | None = None  # [AHEAD, R], numbers from a step on
-        params = [state.params for state in self._states]
+        self.states = [row.state for row in rows]
+        params = [state.params for state in self.states]
         self.kinds = list(map(_kind, params))
-        self.only_argmax = all(map(_takes_argmax, self._states))
-        self.processes_logits = any(state.processes_logits for state in self._states)
+        self.processes_logits = any(state.processes_logits for state in self.states)
         self.has_temperature = any(p.temperature not in (0.0, 1.0) for p in params)
         # rows with log-probabilities, and the number of tokens to score beside the sampled one
         self.logprobs = {
@@ -232,15 +230,17 @@ class SamplingInputs:
             for n, p in enumerate(params)
             if p.logprobs is not None
         }
+        is_greedy = set(self.kinds) <= {Kind.GREEDY}
+        self.only_argmax = is_greedy and not (self.processes_logits or self.logprobs)
 
-    def following(self, rows: Sequence[SamplingRow]) -> "SamplingInputs":
-        """Return the inputs of the rows of the next step."""
-        positions = [position + 1 for position in self._positions]
-        is_same = [row.position for row in rows] == positions
-        if not is_same or [row.state for row in rows] != self._states:
-            return SamplingInputs(rows)
+    @property
+    def rows(self) -> Sequence[SamplingRow]:
+        return [row._replace(position=row.position + self._step) for row in self._rows]
+
+    def following(self) -> "SamplingInputs":
+        """Return the inputs of the next step, if each output has got a token."""
         inputs = copy.copy(self)
-        inputs.rows, inputs._positions, inputs._step = rows, positions, self._step + 1
+        inputs._step += 1
         return inputs
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ class SamplingInputs:
                 (1.0, 1.0, 1, 0.0, kind)
                 if kind is Kind.GREEDY
                 else (max(p.temperature, MIN_TEMPERATURE), p.top_p, p.top_k, p.min_p, kind)
-                for p, kind in zip((s.params for s in self._states), self.kinds, strict=True)
+                for p, kind in zip((s.params for s in self.states), self.kinds, strict=True)
             ]
             self._parameters = to_device(np.array(by_row, np.float64).T, device)
         count = AHEAD if self._step else 1  # the next step may have other rows
@@ -263,26 +263,21 @@ class SamplingInputs:
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor,
-    rows: Sequence[SamplingRow],
-    mask: TokenMask | None = None,
-    before: SamplingInputs | None = None,
+    logits: Tensor, inputs: SamplingInputs, mask: TokenMask | None = None
 ) -> "SamplerOutput":
-    """Sample one token for each row of logits [R, V], of any float dtype, on any device. `before`:
-    the inputs of the step before.
+    """Sample one token for each row of logits [R, V], of any float dtype, on any device.
 
     Order: logit bias and ban of stop tokens, repetition penalty, frequency and presence penalties,
     allowed tokens, processors, mask, warpers, temperature, min_p, top_k, top_p. This is vLLM's
     order; transformers applies min_p last. top_p is relative to the probability that min_p and
     top_k keep.
     """
-    inputs = before.following(rows) if before else SamplingInputs(rows)
     raw = blocked(logits, mask is None and inputs.only_argmax)
     scores = raw
     if mask or inputs.processes_logits:
         from worker.model.logit_changes import process_logits
 
-        scores = process_logits(raw, rows, logits.shape[1], mask)
+        scores = process_logits(raw, inputs.rows, logits.shape[1], mask)
     return SamplerOutput(raw, scores, inputs)
 
 
@@ -306,7 +301,8 @@ class SamplerOutput:
             index = to_device(list(self._logprobs), self.tokens.device)
             raw = self._raw if len(self._logprobs) == len(self._raw) else self._raw[index]
             top = max(self._logprobs.values())
-            given = [self.inputs.rows[n].state.params.logprob_token_ids for n in self._logprobs]
+            states = self.inputs.states
+            given = [states[n].params.logprob_token_ids for n in self._logprobs]
             self._scores = AsyncCopy(score_tokens(raw, self.tokens[index], top, given))
 
     @torch.inference_mode()
@@ -317,11 +313,11 @@ class SamplerOutput:
         """
         flags, self._too_few = self._too_few.read() if self._too_few else (), None
         pending, width = [n for n, is_pending in enumerate(flags) if is_pending], CANDIDATES
-        changed = bool(pending)
+        changed, rows = bool(pending), self.inputs.rows if pending else ()
         while pending:
             width *= WIDEN_FACTOR
             index = to_device(pending, self.tokens.device)
-            inputs = SamplingInputs([self.inputs.rows[n] for n in pending])
+            inputs = SamplingInputs([rows[n] for n in pending])
             self.tokens[index], too_few = _sample_rows(self._blocks[index], inputs, width)
             pending = [] if too_few is None else index[too_few].tolist()
         if changed:
@@ -339,12 +335,6 @@ class SamplerOutput:
             for n, token in zip(self._logprobs, scored, strict=True):
                 sampled[n] = token
         return sampled
-
-
-def _takes_argmax(state: SamplingState) -> bool:
-    """Return whether a row's token is that of its largest logit, and nothing else is asked for."""
-    params = state.params
-    return params.temperature <= 0.0 and params.logprobs is None and not state.processes_logits
 
 
 def blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
