@@ -1,6 +1,7 @@
 """Attention on a GPU in steps with prompts: decoding spans stay on the decode kernel."""
 
 import sys
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,9 +77,13 @@ class RowwiseMetadata(MixedMetadata):
         self.programs = ALL_PROGRAMS
 
 
-def concatenate_tables(spans: Iterable[Span]) -> tuple[Any, Any]:
-    """Return the spans' block tables one after another, int32, and where each of them begins."""
-    tables = [blocks[: (start + width - 1) // BLOCK + 1] for blocks, start, width in spans]
+def concatenate_tables(spans: Iterable[Span], room: int = 0) -> tuple[Any, Any]:
+    """Return the spans' block tables one after another, int32, each with room for more blocks, and
+    where each of them begins."""
+    tables = [
+        array("i", blocks[: (start + width - 1) // BLOCK + 1]) + array("i", [0] * room)
+        for blocks, start, width in spans
+    ]
     return np.concatenate(tables, dtype=np.int32), np.cumsum([0, *map(len, tables)])[:-1]
 
 
