@@ -128,7 +128,7 @@ class ContinuousScheduler:
         self.running.remove(sequence)
         self._may_admit = True
         self.is_steady = False
-        self._decodes = []
+        self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
         self._largest.clear()
         for holder in _holders(sequence):
             self._held[holder] -= 1
@@ -177,21 +177,21 @@ class ContinuousScheduler:
         if self.is_steady and not resting:  # a token begins a block or has room
             for sequence in [s for s in self.running if not s.computed % self.pool.block_size]:
                 self._make_room(sequence)
-        chunks: list[Chunk] = []
-        if self.is_steady and not resting:
-            decoding = self.running
-        else:
+        decoding, chunks = self.running, list[Chunk]()
+        if not self.is_steady or resting:
             decoding, chunks = self._select(budget, spare_rows, resting, doubling)
         self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
         # drafting may remove sequences
         drafts = {s: draft(s) for s in [*decoding] if s.table} if draft else {}
         decoding, decodes = [s for s in decoding if s.table], self._decodes
-        changed = decoding != [c.sequence for c in decodes] or any(drafts.values())
-        if changed or any(c.is_prefill or c.drafts or c.deferred for c in decodes):
-            self._decodes = decodes = [self._decode(s, drafts.get(s, ())) for s in decoding]
-        else:
-            for chunk in decodes:
-                chunk.start = chunk.sequence.computed
+        kept = [c for c in decodes if not (c.is_prefill or c.drafts or c.deferred)]
+        is_same = kept == decodes and decoding == [chunk.sequence for chunk in kept]
+        if not is_same or any(drafts.values()):
+            chunk_of = {chunk.sequence: chunk for chunk in kept if not drafts.get(chunk.sequence)}
+            new = {s: self._decode(s, drafts.get(s, ())) for s in decoding if s not in chunk_of}
+            self._decodes = decodes = [chunk_of.get(s) or new[s] for s in decoding]
+        for chunk in decodes:
+            chunk.start = chunk.sequence.computed
         chunks = decodes + [chunk for chunk in chunks if chunk.is_active] if chunks else decodes
         if self.pool.states:
             for chunk in chunks:

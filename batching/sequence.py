@@ -287,15 +287,15 @@ class Batch:
         rows = scored + sampled
         return cls(spans, ids, rows, len(scored), chunks, multimodal_spans, shifts, states)
 
-    def move(self) -> None:
+    def move(self) -> Self:
         """Make it the batch of the next step, in which all of its chunks decode another token."""
-        if self.chunks[0].sequence.has_placeholder:  # then all have
-            self.ids = range(-1, -1 - len(self.ids), -1)
-        else:
-            self.ids = [chunk.sequence.tokens[-1] for chunk in self.chunks]
+        is_ahead, count = self.chunks[0].sequence.has_placeholder, len(self.ids)
+        tokens = (chunk.sequence.tokens[-1] for chunk in self.chunks)
+        self.ids = range(-1, -1 - count, -1) if is_ahead else [*tokens]
         self.positions = [position + 1 for position in self.positions]
         self.spans = [Span(blocks, start + 1, 1) for blocks, start, _ in self.spans]
         self.states = [chunk.states for chunk in self.chunks]
+        return self
 
     @property
     def position_ids(self) -> list[int]:

@@ -19,6 +19,7 @@ from worker.model.logprobs import prompt_logprobs
 from worker.model.sampler import (
     AHEAD,
     BLOCK,
+    VECTORIZED,
     SampledToken,
     SamplingInputs,
     SamplingParams,
@@ -26,6 +27,7 @@ from worker.model.sampler import (
     SamplingState,
     TokenMask,
     uniform,
+    uniforms,
 )
 
 WIDE = 20_000  # needs blocks of candidates, two widenings and a full sort
@@ -196,20 +198,37 @@ def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
     assert tokens(logits.expand(100, -1), rows) == tokens(swapped.expand(100, -1), rows)
 
 
-def test_the_same_rows_step_after_step_are_sampled_as_alone() -> None:
-    """Their inputs are reused, with numbers that are computed ahead, until a row leaves."""
-    logits, rows = normal(26, 700), mixed(26)
-    inputs = SamplingInputs(rows)
-    for step in range(2 * AHEAD + 3):
-        if step == AHEAD + 5:
-            logits, rows = logits[1:], rows[1:]
+def test_rows_that_continue_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other rows leave and join, each is sampled as alone."""
+    computed = 0
+
+    def counted(rows: Sequence[SamplingRow], count: int) -> Any:
+        nonlocal computed
+        computed += len(rows) * count
+        return uniforms(rows, count)
+
+    monkeypatch.setattr(sampler, "uniforms", counted)
+    rows, inputs = mixed(26), SamplingInputs([])
+    joined = 26
+    for step in range(3 * AHEAD):
+        if step in (20, 21, 50):  # one leaves, one joins, and they are in another order
+            joined += 1
+            rows = [row(seed=joined), *rows[:3:-1], *rows[:3]]
+            inputs = SamplingInputs(rows, inputs)
+        elif step == 70:  # of which a row is not sampled
+            rows = [*rows[:5], SamplingRow(rows[5].state, rows[5].position - 1), *rows[6:]]
+            inputs = SamplingInputs(rows, inputs)
+        elif step:
+            inputs = inputs.following()
+        else:
             inputs = SamplingInputs(rows)
-        parameters = inputs._parameters
-        assert sampler.sample(logits, inputs).read() == sample(logits, rows)
-        assert (inputs._parameters is parameters) == (step not in (0, AHEAD + 5))
-        inputs = inputs.following()
-        rows = [SamplingRow(row.state, row.position + 1) for row in rows]
         assert inputs.rows == rows
+        logits = normal(26, 700)
+        before, expected = computed, sample(logits, rows)
+        computed = before
+        assert sampler.sample(logits, inputs).read() == expected
+        rows = [SamplingRow(row.state, row.position + 1) for row in rows]
+    assert computed <= 26 * (1 + 4 * AHEAD) + 4 * VECTORIZED
 
 
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:

@@ -110,7 +110,8 @@ def test_a_batch_that_moves_is_that_of_the_next_step(ahead: bool) -> None:
     batch, moved = Batch.from_chunks([]), 0
     for token in range(50):
         if token == 30:
-            s.remove(s.running[1])
+            s.remove(removed := s.running[1])
+            assert removed not in [chunk.sequence for chunk in s._decodes]
         chunks = s.schedule(1000)
         expected = Batch.from_chunks(chunks)
         if is_same := chunks is last:
@@ -130,6 +131,29 @@ def test_a_batch_that_moves_is_that_of_the_next_step(ahead: bool) -> None:
             s.append_placeholders(chunks)
         last = in_flight = chunks
     assert moved == 46 - ahead
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_deferred_chunk_runs_again(ahead: bool) -> None:
+    s = scheduler_of(100)
+    for first in (100, 200, 300):
+        s.add(Sequence(TokenIds(fresh(5, first)), max_tokens=60))
+    for _ in range(3):
+        step(s)
+    chunks = s.schedule(1000)
+    chunks[1].deferred = True
+    starts = [chunk.start for chunk in chunks]
+    if ahead:
+        s.append_placeholders(chunks)
+        again = s.schedule(1000)
+    for chunk in chunks:
+        s.advance(chunk, [] if chunk.deferred else [7])
+    if not ahead:
+        again = s.schedule(1000)
+    assert [chunk.start for chunk in again] == [starts[0] + 1, starts[1], starts[2] + 1]
+    assert [chunk.deferred for chunk in again] == [False] * 3
+    assert [chunk in chunks for chunk in again] == [True, False, True]
+    assert chunks[1].deferred
 
 
 @pytest.mark.parametrize(

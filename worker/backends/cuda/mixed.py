@@ -1,7 +1,6 @@
 """Attention on a GPU in steps with prompts: decoding spans stay on the decode kernel."""
 
 import sys
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,10 +79,11 @@ class RowwiseMetadata(MixedMetadata):
 def concatenate_tables(spans: Iterable[Span], room: int = 0) -> tuple[Any, Any]:
     """Return the spans' block tables one after another, int32, each with room for more blocks, and
     where each of them begins."""
-    tables = [
-        array("i", blocks[: (start + width - 1) // BLOCK + 1]) + array("i", [0] * room)
-        for blocks, start, width in spans
+    tables: list[Any] = [
+        blocks[: (start + width - 1) // BLOCK + 1] for blocks, start, width in spans
     ]
+    for table in tables if room else ():
+        table.extend([0] * room)
     return np.concatenate(tables, dtype=np.int32), np.cumsum([0, *map(len, tables)])[:-1]
 
 

@@ -295,7 +295,7 @@ class GenerationEngine:
         if self.scheduler.num_waiting or max(uncomputed, default=0) > 1:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
-        draft = self._draft if self._speculation else None
+        draft = self._draft if self._speculation and self._may_draft else None
         spare_rows, resting = self._budget.times.spare_rows, self._requests_without_mask()
         doubling = self._budget.doubling_tokens
         return self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
@@ -317,7 +317,7 @@ class GenerationEngine:
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         output = self._outputs[sequence]
-        if not (self._speculation and self._may_draft and isinstance(output, SequenceOutput)):
+        if not (self._speculation and isinstance(output, SequenceOutput)):
             return ()
         if isinstance(self.runner, PagedRunner) and not self.runner.verifies_drafts:
             return ()  # native operations are not built yet
@@ -342,11 +342,7 @@ class GenerationEngine:
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Run the model and sample. Raise before any state of the chunks' sequences changes."""
         last, self._batch, launched_at = self._batch, None, self._own_time()
-        if last and last.chunks is chunks:
-            batch = last
-            batch.move()
-        else:
-            batch = Batch.from_chunks(chunks)
+        batch = last.move() if last and last.chunks is chunks else Batch.from_chunks(chunks)
         if self._in_flight:
             logits = self._forward_ahead(batch, self._in_flight.sampled)
             self._process_results()  # sampling may depend on them
@@ -390,8 +386,7 @@ class GenerationEngine:
         if last and sampling == [chunk for chunk in last.chunks if chunk.to_sample]:
             self._inputs = self._inputs.following()
         else:
-            rows: list[SamplingRow] = []
-            self._constrained = []
+            rows, self._constrained = list[SamplingRow](), []
             for chunk in sampling:
                 output, drafts = self._outputs[chunk.sequence], chunk.drafts
                 assert isinstance(output, SequenceOutput)
@@ -399,7 +394,7 @@ class GenerationEngine:
                     self._constrained.append((len(rows), chunk, output.constraints))
                 state, at = output.sampling, output.tokens
                 rows += [SamplingRow(state, at + n, drafts[:n]) for n in range(chunk.to_sample)]
-            self._inputs = SamplingInputs(rows)
+            self._inputs = SamplingInputs(rows, self._inputs if last else None)
         masks, masked = self._pending_masks, list[tuple[int, Chunk]]()
         for row, chunk, constraints in self._constrained:
             if chunk.is_active:
@@ -489,10 +484,7 @@ class GenerationEngine:
             return
         if not output.started:
             output.start(sequence.cached or 0)
-        tokens: list[int] = []
-        if sampled:
-            assert isinstance(output, SequenceOutput)
-            tokens = output.extend(chunk.drafts, sampled)
+        tokens = output.extend(chunk.drafts, sampled) if isinstance(output, SequenceOutput) else []
         self._counts["decode_tokens"] += len(tokens)
         item.generated += len(tokens)
         if chunk.drafts and self._speculation:
