@@ -30,6 +30,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict, abc
+from typing import Any
 
 from batching.block_pool import BlockPool
 from batching.fair_share import Priority, WorkOwner
@@ -77,6 +78,7 @@ class ContinuousScheduler:
         self._live: list[OrderedDict[Sequence, None]] = [OrderedDict() for _ in Priority]
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
+        self._decodes: list[Chunk] = []  # of the last step
         self._draft_slots: float = math.inf  # for states after drafts, in this step
         self._numbers = itertools.count()
 
@@ -126,6 +128,7 @@ class ContinuousScheduler:
         self.running.remove(sequence)
         self._may_admit = True
         self.is_steady = False
+        self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
         self._largest.clear()
         for holder in _holders(sequence):
             self._held[holder] -= 1
@@ -162,30 +165,39 @@ class ContinuousScheduler:
         resting: abc.Container[WorkOwner] = (),
         doubling: abc.Callable[[int], int] | None = None,
     ) -> list[Chunk]:
-        """Return the next step's chunks. `budget`: how many prompt tokens it may have. `draft`
-        proposes a sequence's next tokens. `spare_rows`: that take as long as an empty step.
-        `resting` requests have no part in the step. `doubling` returns the prompt tokens that take
-        as long as a step of so many rows; None: not limited."""
+        """Return the next step's chunks: the last step's list if only starts differ. `budget`: how
+        many prompt tokens it may have. `draft` proposes a sequence's next tokens. `spare_rows`:
+        that take as long as an empty step. `resting` requests have no part in it. `doubling`
+        returns the prompt tokens that take as long as a step of so many rows; None: no limit."""
         self.preempted, self.admitted = 0, []
         if self._removed_any:  # there is more memory than when it was short
             self.max_running = min(self._max_running_limit, 2 * self.max_running)
             self._removed_any = False
         self._promote()
-        if self.is_steady and not resting:
-            for sequence in [*self.running]:
+        if self.is_steady and not resting:  # a token begins a block or has room
+            for sequence in [s for s in self.running if not s.computed % self.pool.block_size]:
                 self._make_room(sequence)
-        chunks: list[Chunk] = []
-        if self.is_steady and not resting:
-            decoding = self.running
-        else:
+        decoding, chunks = self.running, list[Chunk]()
+        if not self.is_steady or resting:
             decoding, chunks = self._select(budget, spare_rows, resting, doubling)
         self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
-        chunks = [self._decode(s, draft) for s in [*decoding] if s.table] + chunks
+        # drafting may remove sequences
+        drafts = {s: draft(s) for s in [*decoding] if s.table} if draft else {}
+        decoding, decodes = [s for s in decoding if s.table], self._decodes
+        kept = [c for c in decodes if not (c.is_prefill or c.drafts or c.deferred)]
+        is_same = kept == decodes and decoding == [chunk.sequence for chunk in kept]
+        if not is_same or any(drafts.values()):
+            chunk_of = {chunk.sequence: chunk for chunk in kept if not drafts.get(chunk.sequence)}
+            new = {s: self._decode(s, drafts.get(s, ())) for s in decoding if s not in chunk_of}
+            self._decodes = decodes = [chunk_of.get(s) or new[s] for s in decoding]
+        for chunk in decodes:
+            chunk.start = chunk.sequence.computed
+        chunks = decodes + [chunk for chunk in chunks if chunk.is_active] if chunks else decodes
         if self.pool.states:
             for chunk in chunks:
                 if chunk.table:
-                    end, drafts = chunk.start + chunk.count, len(chunk.drafts)
-                    chunk.states = self.pool.plan_states(chunk.table, end, drafts)
+                    end = chunk.start + chunk.count
+                    chunk.states = self.pool.plan_states(chunk.table, end, len(chunk.drafts))
         return chunks
 
     def _select(
@@ -252,10 +264,10 @@ class ContinuousScheduler:
             self._live[oldest.priority][oldest] = None
             (self._add_running if is_running else self._add_waiting)(oldest)
 
-    def _decode(self, sequence: Sequence, draft: DraftFunction | None) -> Chunk:
+    def _decode(self, sequence: Sequence, drafts: tuple[int, ...]) -> Chunk:
         """Return a decode chunk. Its drafts have their room for this step only, and come after all
-        else has room. Drafting may remove sequences."""
-        if drafts := draft(sequence) if draft else ():
+        else has room."""
+        if drafts:
             table, drafts = sequence.table, drafts[: int(min(len(drafts), self._draft_slots))]
             if not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
                 drafts = ()
@@ -490,14 +502,16 @@ class ContinuousScheduler:
         samples a token gets a placeholder for it, unless that is its last."""
         row = 0
         for chunk in chunks:
-            sequence = chunk.sequence
-            if chunk.is_active:
+            sequence, table = chunk.sequence, chunk.table
+            if table is not None and table is sequence.table:
                 sequence.computed = end = chunk.end
-                if self.pool.states and chunk.table:
-                    self.pool.commit_states(chunk.table, end)
-                max_len = sequence.prompt_len + sequence.max_tokens
-                if chunk.reaches_end and not chunk.deferred and len(sequence.tokens) + 1 < max_len:
-                    sequence.append_placeholder(row)
+                if self.pool.states:
+                    self.pool.commit_states(table, end)
+                tokens: Any = sequence.tokens  # PrefixedTokens generate nothing
+                missing = sequence.prompt_len + sequence.max_tokens - len(tokens)
+                if missing > 1 and chunk.reaches_end and not chunk.deferred:
+                    tokens.append(-1 - row)
+                    sequence.has_placeholder = True
                 else:
                     self.is_steady = False
             row += chunk.to_sample
@@ -509,11 +523,11 @@ class ContinuousScheduler:
         assert table is not None
         if sequence.scores_prompt:
             sequence.scored = max(sequence.scored, chunk.to_score.stop)
-        sequence.computed = computed = chunk.end + (len(sampled) - 1 if sampled else 0)
-        if pool.states:
-            pool.commit_states(table, computed)
         if sampled:
             sequence.extend(sampled)
+        sequence.computed = computed = len(sequence.tokens) - 1 if sampled else chunk.end
+        if pool.states:
+            pool.commit_states(table, computed)
         if chunk.drafts:
             pool.trim(table, len(sequence.tokens))
         if computed // pool.block_size > table.registered:

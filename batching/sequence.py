@@ -15,12 +15,7 @@ from batching.fair_share import NO_OWNER, Priority, WorkOwner
 from batching.state_pool import StateSegment
 
 # A token that the step in flight is to sample has a placeholder in its sequence, by which the next
-# step is scheduled already: a negative number for the row of that step's samples. A model runner
-# puts the sampled tokens in their place on the device.
-
-
-def placeholder(row: int) -> int:
-    return -1 - row
+# step is scheduled already: -1 - its row. A model runner puts the token in its place on the device.
 
 
 class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
@@ -148,11 +143,6 @@ class Sequence:
         """Tokens that the model has yet to run; 0 while the last step of the sequence runs."""
         return len(self.tokens) - self.computed
 
-    def append_placeholder(self, row: int) -> None:
-        tokens: Any = self.tokens  # PrefixedTokens generate nothing
-        tokens.append(placeholder(row))
-        self.has_placeholder = True
-
     def drop_placeholder(self) -> None:
         if self.has_placeholder:
             cast(TokenList, self.tokens).pop()
@@ -183,7 +173,8 @@ class Chunk:
 
     If the chunk reaches the sequence's end, its last token and each draft are to be sampled.
     `width`, `reaches_end` and `to_sample` are fixed at construction: `advance` moves the sequence's
-    end. `is_prefill`: it has tokens of the prompt, or ones to compute again.
+    end. `is_prefill`: it has tokens of the prompt, or ones to compute again. Steps that follow each
+    other share a chunk without drafts: `start` is that of the last one.
     """
 
     sequence: Sequence
@@ -295,6 +286,16 @@ class Batch:
         states = [chunk.states for chunk in chunks]
         rows = scored + sampled
         return cls(spans, ids, rows, len(scored), chunks, multimodal_spans, shifts, states)
+
+    def move(self) -> Self:
+        """Make it the batch of the next step, in which all of its chunks decode another token."""
+        is_ahead, count = self.chunks[0].sequence.has_placeholder, len(self.ids)
+        tokens = (chunk.sequence.tokens[-1] for chunk in self.chunks)
+        self.ids = range(-1, -1 - count, -1) if is_ahead else [*tokens]
+        self.positions = [position + 1 for position in self.positions]
+        self.spans = [Span(blocks, start + 1, 1) for blocks, start, _ in self.spans]
+        self.states = [chunk.states for chunk in self.chunks]
+        return self
 
     @property
     def position_ids(self) -> list[int]:

@@ -312,9 +312,10 @@ class Simulation:
                 self.seen["dropped"] += 1
                 continue
             self.seen["drafts right"] += max(0, len(sampled) - 1)
-            self.scheduler.advance(chunk, sampled)
             if chunk.reaches_end and not sampled:  # a step after its last token
                 self._end(self.jobs[chunk.sequence], "finished while")
+            else:
+                self.scheduler.advance(chunk, sampled)
 
     def _count(self, chunks: abc.Sequence[Chunk]) -> None:
         self.seen["preempted"] += self.scheduler.preempted

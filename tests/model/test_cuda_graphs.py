@@ -150,6 +150,36 @@ def test_decodes_of_recurrent_layers_are_captured(
     assert recorder.replayed - 6 == len(batches)
 
 
+def test_a_batch_that_moves_fills_the_buffers_as_a_new_one() -> None:
+    """Blocks that its rows begin are added to the tables of the step before."""
+    cache = runner_of(engine("llama", blocks=BLOCKS)).cache
+    moved, fresh = RowsMetadata(cache, 8, 12), RowsMetadata(cache, 8, 12)
+    tables = [[1, 2], [3, 4], [5, 6, 7]]
+    spans = [Span(table, start, 1) for table, start in zip(tables, (20, 31, 40), strict=True)]
+    batch = Batch(spans, [-1, -2, -3], range(3))
+    written = 0
+    for step in range(100):
+        if step:
+            for number, span in enumerate(batch.spans):
+                if (span.start + 1) % BLOCK == 0:
+                    tables[number].append(10 + step % 40)
+            batch.positions = [position + 1 for position in batch.positions]
+            batch.spans = [Span(blocks, start + 1, 1) for blocks, start, _ in batch.spans]
+        before = moved._filled[1]
+        for rows in (moved, fresh):
+            rows.fill(batch, 4, 58)
+        written += moved._filled[1] is not before
+        fresh._filled = (None, None, None, None)
+        assert torch.equal(moved._buffer[:3], fresh._buffer[:3])
+        assert torch.equal(moved._buffer[3:5], fresh._buffer[3:5])
+        for row, position in enumerate(batch.positions):
+            count = position // BLOCK + 1
+            for rows in (moved, fresh):
+                begin = int(rows.table_starts[row])
+                assert rows.tables[begin : begin + count].tolist() == tables[row][:count]
+    assert written <= 1 + 100 // 17
+
+
 @pytest.mark.parametrize("model", ["qwen3.5", "mamba2"])
 def test_a_graph_that_mixes_up_states_is_not_used(
     model: str, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from batching.errors import ItemFailed
+from batching.sequence import Batch
 from tests import tiny_decoders
 from tests.generating import (
     Driver,
@@ -77,6 +78,30 @@ def test_tokens_beyond_a_stop_are_neither_delivered_nor_cached(
     again, later = serve(generator, [request([*prompt, *tokens[: stop_index + 1]], max_tokens=6)])
     assert later.total("cached_tokens") == BLOCK
     assert_greedy("llama", again, 6)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_steps_of_the_same_sequences_build_no_batch(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.RUNS_AHEAD, "cpu", ahead)
+    built, from_chunks = list[int](), Batch.from_chunks
+
+    def recorded(chunks: Any) -> Batch:
+        built.append(len(chunks))
+        return from_chunks(chunks)
+
+    monkeypatch.setattr(Batch, "from_chunks", recorded)
+    texts = prompts(8, (9, 30, 17), count=1)
+    driver = Driver(engine_ahead())
+    served = [driver.add(request(prompt, max_tokens=40)) for prompt in texts]
+    for _ in range(20):
+        driver.step()
+    later = driver.add(request(texts[0], max_tokens=40))
+    driver.finish()
+    assert_greedy("llama", [*served, later], 40)
+    # prompts, decodes; beside another prompt, with it; two when the first end, one at the end
+    assert len(built) <= 7
 
 
 @pytest.mark.parametrize("paged", [True, False])

@@ -11,7 +11,13 @@ from transformers.generation import logits_process
 from worker.model import sampler
 from worker.model.logit_changes import process_logits
 from worker.model.logits_processors import CheckpointProcessors, NoRepeatedNgrams
-from worker.model.sampler import SamplingParams, SamplingRow, SamplingState, TokenMask
+from worker.model.sampler import (
+    SamplingInputs,
+    SamplingParams,
+    SamplingRow,
+    SamplingState,
+    TokenMask,
+)
 
 VOCABULARY, EOS, MAX_TOKENS = 200, [3, 7], 6
 PROMPT, OUTPUT = [4, 9, 11, 4, 9, 12, 4], [9, 11, 30, 40, 9, 42]
@@ -147,7 +153,7 @@ def test_a_row_that_samples_through_warpers_has_no_other_filters() -> None:
     assert greedy.warpers == ()
     logits = logits_of(1).expand(500, -1)
     rows = [SamplingRow(SamplingState(params, 0, PROMPT), n) for n in range(500)]
-    tokens = {sampled.token for sampled in sampler.sample(logits, rows).read()}
+    tokens = {sampled.token for sampled in sampler.sample(logits, SamplingInputs(rows)).read()}
     kept = expected(config, PROMPT, PROMPT, logits[:1].clone())[0].isfinite().nonzero()[:, 0]
     assert tokens == set(kept.tolist())
 
@@ -164,7 +170,8 @@ def test_a_grammar_wins_over_the_checkpoint(temperature: float) -> None:
     for allowed, wanted in ([5, 6], 6), ([5], 5), ([6, 8], 8):
         mask = torch.zeros(2, VOCABULARY, dtype=torch.bool)
         mask[:, allowed] = True
-        free, masked, last = sampler.sample(logits, rows, TokenMask([1, 2], mask)).read()
+        inputs = SamplingInputs(rows)
+        free, masked, last = sampler.sample(logits, inputs, TokenMask([1, 2], mask)).read()
         assert free.token not in (5, 6)
         assert (masked.token, last.token) == (wanted, wanted)
 
@@ -172,7 +179,8 @@ def test_a_grammar_wins_over_the_checkpoint(temperature: float) -> None:
 def test_without_a_grammar_processors_that_leave_no_token_have_no_effect() -> None:
     params = params_of(untyped(do_sample=False, suppress_tokens=list(range(VOCABULARY))), PROMPT)
     logits = logits_of(1)
-    [sampled] = sampler.sample(logits, [SamplingRow(SamplingState(params, 0, PROMPT), 0)]).read()
+    rows = [SamplingRow(SamplingState(params, 0, PROMPT), 0)]
+    [sampled] = sampler.sample(logits, SamplingInputs(rows)).read()
     assert sampled.token == int(logits.argmax())
 
 
@@ -182,7 +190,7 @@ def test_scores_that_are_not_numbers_stay_visible(fields: dict[str, Any]) -> Non
     rows = [SamplingRow(SamplingState(params, 0, PROMPT), 0)] * 2
     logits = logits_of(2)
     logits[0, 5] = torch.nan
-    broken, other = sampler.sample(logits, rows).read()
+    broken, other = sampler.sample(logits, SamplingInputs(rows)).read()
     assert broken.token == -1
     assert other.token >= 0
 

@@ -19,12 +19,15 @@ from worker.model.logprobs import prompt_logprobs
 from worker.model.sampler import (
     AHEAD,
     BLOCK,
+    VECTORIZED,
     SampledToken,
+    SamplingInputs,
     SamplingParams,
     SamplingRow,
     SamplingState,
     TokenMask,
     uniform,
+    uniforms,
 )
 
 WIDE = 20_000  # needs blocks of candidates, two widenings and a full sort
@@ -52,7 +55,7 @@ def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> tor
 def sample(
     logits: torch.Tensor, rows: Sequence[SamplingRow], mask: TokenMask | None = None
 ) -> list[SampledToken]:
-    return sampler.sample(logits, rows, mask).read()
+    return sampler.sample(logits, SamplingInputs(rows), mask).read()
 
 
 def tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -195,18 +198,37 @@ def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
     assert tokens(logits.expand(100, -1), rows) == tokens(swapped.expand(100, -1), rows)
 
 
-def test_the_same_rows_step_after_step_are_sampled_as_alone() -> None:
-    """Their inputs are reused, with numbers that are computed ahead, until a row leaves."""
-    logits, rows, inputs = normal(26, 700), mixed(26), None
-    for step in range(2 * AHEAD + 3):
-        if step == AHEAD + 5:
-            logits, rows = logits[1:], rows[1:]
-        output = sampler.sample(logits, rows, None, inputs)
-        assert output.read() == sample(logits, rows)
-        reused = inputs is not None and output.inputs._parameters is inputs._parameters
-        assert reused == (step not in (0, AHEAD + 5))
-        inputs = output.inputs
+def test_rows_that_continue_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other rows leave and join, each is sampled as alone."""
+    computed = 0
+
+    def counted(rows: Sequence[SamplingRow], count: int) -> Any:
+        nonlocal computed
+        computed += len(rows) * count
+        return uniforms(rows, count)
+
+    monkeypatch.setattr(sampler, "uniforms", counted)
+    rows, inputs = mixed(26), SamplingInputs([])
+    joined = 26
+    for step in range(3 * AHEAD):
+        if step in (20, 21, 50):  # one leaves, one joins, and they are in another order
+            joined += 1
+            rows = [row(seed=joined), *rows[:3:-1], *rows[:3]]
+            inputs = SamplingInputs(rows, inputs)
+        elif step == 70:  # of which a row is not sampled
+            rows = [*rows[:5], SamplingRow(rows[5].state, rows[5].position - 1), *rows[6:]]
+            inputs = SamplingInputs(rows, inputs)
+        elif step:
+            inputs = inputs.following()
+        else:
+            inputs = SamplingInputs(rows)
+        assert inputs.rows == rows
+        logits = normal(26, 700)
+        before, expected = computed, sample(logits, rows)
+        computed = before
+        assert sampler.sample(logits, inputs).read() == expected
         rows = [SamplingRow(row.state, row.position + 1) for row in rows]
+    assert computed <= 26 * (1 + 4 * AHEAD) + 4 * VECTORIZED
 
 
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:
@@ -455,7 +477,7 @@ def test_a_mixed_step_takes_few_operations(kinds: list[dict[str, Any]], most: in
     logits = normal(16, 64 * BLOCK)
     rows = [row(seed=n, **kinds[n % len(kinds)]) for n in range(16)]
     with CountedOperations() as operations:  # type: ignore[no-untyped-call]
-        sampler.sample(logits, rows)
+        sampler.sample(logits, SamplingInputs(rows))
     assert operations.count <= most
 
 

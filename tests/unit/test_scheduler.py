@@ -72,8 +72,9 @@ def arriving(
     return sequences
 
 
-def test_random_steps_repeat_the_rows_that_a_selection_picks(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("kept", "forgotten"), [("is_steady", False), ("_decodes", [])])
+def test_random_steps_repeat_what_a_selection_picks(
+    kept: str, forgotten: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[list[tuple[Any, ...]]] = []
     repeated = 0
@@ -81,8 +82,9 @@ def test_random_steps_repeat_the_rows_that_a_selection_picks(
 
     def recorded(self: ContinuousScheduler, *args: Any, **kwargs: Any) -> list[Chunk]:
         nonlocal repeated
-        repeated += self.is_steady
+        steady, decodes = self.is_steady, self._decodes
         chunks = schedule(self, *args, **kwargs)
+        repeated += steady if kept == "is_steady" else chunks is decodes and bool(chunks)
         steps.append([(c.sequence.number, c.start, c.count, c.drafts) for c in chunks])
         return chunks
 
@@ -91,10 +93,67 @@ def test_random_steps_repeat_the_rows_that_a_selection_picks(
     assert repeated > 100
     expected = [*steps]
     steps.clear()
-    never = property(lambda self: False, lambda self, value: None)
-    monkeypatch.setattr(ContinuousScheduler, "is_steady", never, raising=False)
+    never = property(lambda self: forgotten, lambda self, value: None)
+    monkeypatch.setattr(ContinuousScheduler, kept, never, raising=False)
     play(range(80))
     assert steps == expected
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_batch_that_moves_is_that_of_the_next_step(ahead: bool) -> None:
+    states = StatePool(8, 8)
+    s = ContinuousScheduler(BlockPool(100, 4, states=states), 8)
+    for length in (5, 6, 8):
+        s.add(Sequence(TokenIds(fresh(length)), max_tokens=60))
+    last: list[Chunk] = []
+    in_flight: list[Chunk] = []
+    batch, moved = Batch.from_chunks([]), 0
+    for token in range(50):
+        if token == 30:
+            s.remove(removed := s.running[1])
+            assert removed not in [chunk.sequence for chunk in s._decodes]
+        chunks = s.schedule(1000)
+        expected = Batch.from_chunks(chunks)
+        if is_same := chunks is last:
+            batch.move()
+            moved += 1
+        else:
+            batch = expected
+        # two wait for the prefix of the first one
+        assert is_same == (token not in (*range(3 + ahead), 30))
+        fields = ("spans", "rows", "offsets", "positions", "states", "shifts", "scored")
+        assert all(getattr(batch, name) == getattr(expected, name) for name in fields)
+        assert [*batch.ids] == expected.ids
+        for chunk in in_flight if ahead else chunks:
+            if chunk.is_active:
+                s.advance(chunk, [token])
+        if ahead:
+            s.append_placeholders(chunks)
+        last = in_flight = chunks
+    assert moved == 46 - ahead
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_deferred_chunk_runs_again(ahead: bool) -> None:
+    s = scheduler_of(100)
+    for first in (100, 200, 300):
+        s.add(Sequence(TokenIds(fresh(5, first)), max_tokens=60))
+    for _ in range(3):
+        step(s)
+    chunks = s.schedule(1000)
+    chunks[1].deferred = True
+    starts = [chunk.start for chunk in chunks]
+    if ahead:
+        s.append_placeholders(chunks)
+        again = s.schedule(1000)
+    for chunk in chunks:
+        s.advance(chunk, [] if chunk.deferred else [7])
+    if not ahead:
+        again = s.schedule(1000)
+    assert [chunk.start for chunk in again] == [starts[0] + 1, starts[1], starts[2] + 1]
+    assert [chunk.deferred for chunk in again] == [False] * 3
+    assert [chunk in chunks for chunk in again] == [True, False, True]
+    assert chunks[1].deferred
 
 
 @pytest.mark.parametrize(
@@ -618,9 +677,9 @@ def test_slices_and_output_are_those_of_a_list() -> None:
     assert (ids[1:], ids[-1], [*ids]) == (listed[1:], 7, listed)
     one, other = Sequence(ids.copy(), max_tokens=5), Sequence(listed, max_tokens=5)
     for sequence in (one, other):
-        sequence.append_placeholder(0)
+        sequence.tokens, sequence.has_placeholder = [*sequence.tokens, -1], True
         sequence.extend([8, 9])
-        sequence.append_placeholder(1)
+        sequence.tokens, sequence.has_placeholder = [*sequence.tokens, -2], True
         sequence.drop_placeholder()
     assert one.tokens[:] == other.tokens[:] == [5, 6, 7, 8, 9]
     assert [*ids] == [5, 6, 7]

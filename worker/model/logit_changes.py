@@ -75,7 +75,8 @@ def _run_processors(scores: Tensor, row: SamplingRow, banned: Tensor | None) -> 
     Processors that leave no token, of those that the mask allows, have no effect. Scores with a NaN
     stay.
     """
-    params, ids = row.state.params, to_device(row.ids, scores.device)[None]
+    params, output = row.state.params, np.array((*row.state.output_ids, *row.drafted), np.int64)
+    ids = to_device(np.concatenate((row.state.prompt_ids, output)), scores.device)[None]
     processed = scores
     for processor in params.processors:
         processed = processor(ids, processed)

@@ -30,7 +30,7 @@ BLOCK = 128
 # Number of largest logits that a row is sampled from first, and its factor where they are too few.
 CANDIDATES, WIDEN_FACTOR = 64, 8
 AHEAD = 32  # steps whose random numbers are computed together
-VECTORIZED_ROWS = 64  # fewer numbers of one step are faster one by one
+VECTORIZED = 64  # fewer random numbers are faster one by one
 MIN_TEMPERATURE = 1e-6  # keeps the division by it within float32
 
 # ── parameters ──
@@ -118,6 +118,8 @@ class SamplingState:
             or params.min_tokens
             or params.allowed_token_ids
         )
+        is_scored = params.logprobs is not None
+        self.columns = *_parameters(params), self.processes_logits, is_scored
         self.counts = TokenCounts()  # of the output, if a penalty needs them
         # of the prompt and of the output, if a processor needs them
         self.prompt_ids = np.array(prompt if self.has_processors else (), np.int64)
@@ -147,12 +149,6 @@ class SamplingRow(NamedTuple):
     state: SamplingState
     position: int  # index of the output token, from 0
     drafted: tuple[int, ...] = ()  # drafts between the accepted output and this row
-
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        """The tokens before this row's, if a processor needs them."""
-        output = np.array((*self.state.output_ids, *self.drafted), np.int64)
-        return np.concatenate((self.state.prompt_ids, output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +185,10 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
     """Return the numbers [count, R] of rows at their positions and the ones after, as `uniform`."""
-    if count == 1 and len(rows) < VECTORIZED_ROWS:
-        return np.array([[uniform(r.state.params.seed, r.state.choice, r.position) for r in rows]])
+    if count * len(rows) < VECTORIZED:
+        keys = [(r.state.params.seed, r.state.choice, r.position) for r in rows]
+        numbers = [uniform(seed, choice, at + n) for n in range(count) for seed, choice, at in keys]
+        return np.array(numbers).reshape(count, len(rows))
     mask, low = 2**64 - 1, np.uint64(2**32 - 1)
     factor = np.uint64(0xD2B74407B1CE6E93)
     factor_low, factor_high, half = factor & low, factor >> np.uint64(32), np.uint64(32)
@@ -211,78 +209,76 @@ def uniforms(rows: Sequence[SamplingRow], count: int) -> NDArray[np.float64]:
 
 
 class SamplingInputs:
-    """What sampling a step needs of its rows, in part on the device. While the same outputs follow
-    each other, a step reuses those of the step before."""
+    """What sampling a step needs of its rows, in part on the device. Rows that continue those of
+    the step before keep their parameters and the numbers that were computed ahead."""
 
-    def __init__(self, rows: Sequence[SamplingRow]) -> None:
-        self.rows = rows
-        self._states = [row.state for row in rows]
-        self._positions = [row.position for row in rows]
-        self._step = 0  # since the first one of these rows
-        self._parameters: Tensor | None = None  # of all steps
-        self._ahead: Tensor | None = None  # [AHEAD, R], numbers from a step on
-        params = [state.params for state in self._states]
-        self.kinds = list(map(_kind, params))
-        self.only_argmax = all(map(_takes_argmax, self._states))
-        self.processes_logits = any(state.processes_logits for state in self._states)
-        self.has_temperature = any(p.temperature not in (0.0, 1.0) for p in params)
+    def __init__(self, rows: Sequence[SamplingRow], before: "SamplingInputs | None" = None) -> None:
+        self._rows, self._step = rows, 0  # of the first step; since that
+        self.states = [row.state for row in rows]
+        at, earlier = (before._step + 1, before._rows) if before else (0, ())
+        columns = {(row.state, row.position + at): n for n, row in enumerate(earlier)}
+        index = [columns.get(row[:2], -1) for row in rows]
+        new = [n for n, column in enumerate(index) if column < 0]
+        self._is_continued = 2 * len(new) < len(rows)
+        if before and self._is_continued:
+            ahead = VECTORIZED // max(1, len(new))
+            self._columns: NDArray[np.float64] = before._columns[:, index]
+            self._numbers: NDArray[np.float64] = before._numbers[1 : 1 + ahead, index]
+        else:
+            new = [*range(len(rows))]
+            self._columns, self._numbers = np.empty((7, len(rows))), np.empty((0, len(rows)))
+        self._columns[:, new] = np.array([self.states[n].columns for n in new]).reshape(-1, 7).T
+        self._numbers[:, new] = uniforms([rows[n] for n in new], len(self._numbers))
+        self._copies: tuple[Tensor, Tensor] | None = None  # both, on the device
+        self.kinds = kinds = set(self._columns[4].tolist())
+        self.processes_logits = bool(self._columns[5].any())
+        self.has_temperature = bool((self._columns[0] != 1.0).any())
         # rows with log-probabilities, and the number of tokens to score beside the sampled one
-        self.logprobs = {
-            n: len(p.logprob_token_ids) or p.logprobs
-            for n, p in enumerate(params)
-            if p.logprobs is not None
-        }
+        scored = {n: self.states[n].params for n in np.flatnonzero(self._columns[6]).tolist()}
+        self.logprobs = {n: len(p.logprob_token_ids) or p.logprobs or 0 for n, p in scored.items()}
+        self.only_argmax = not (kinds - {Kind.GREEDY} or self.processes_logits or self.logprobs)
 
-    def following(self, rows: Sequence[SamplingRow]) -> "SamplingInputs":
-        """Return the inputs of the rows of the next step."""
-        positions = [position + 1 for position in self._positions]
-        is_same = [row.position for row in rows] == positions
-        if not is_same or [row.state for row in rows] != self._states:
-            return SamplingInputs(rows)
+    @property
+    def rows(self) -> Sequence[SamplingRow]:
+        step = self._step
+        return [SamplingRow(state, at + step, drafted) for state, at, drafted in self._rows]
+
+    def following(self) -> "SamplingInputs":
+        """Return the inputs of the next step, if each output has got a token."""
         inputs = copy.copy(self)
-        inputs.rows, inputs._positions, inputs._step = rows, positions, self._step + 1
+        inputs._step, inputs._numbers = self._step + 1, self._numbers[1:]
+        if self._copies:
+            inputs._copies = self._copies[0][1:], self._copies[1]
         return inputs
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the numbers [R] of the rows, and [5, R] their temperatures, top_p, top_k, min_p
-        and kinds. A greedy row is one with a top_k of 1 and the number 0."""
-        if self._parameters is None:
-            by_row = [
-                (1.0, 1.0, 1, 0.0, kind)
-                if kind is Kind.GREEDY
-                else (max(p.temperature, MIN_TEMPERATURE), p.top_p, p.top_k, p.min_p, kind)
-                for p, kind in zip((s.params for s in self._states), self.kinds, strict=True)
-            ]
-            self._parameters = to_device(np.array(by_row, np.float64).T, device)
-        count = AHEAD if self._step else 1  # the next step may have other rows
-        if (index := (self._step - 1) % count) == 0 or self._ahead is None:
-            is_random = np.array(self.kinds) != Kind.GREEDY
-            self._ahead = to_device(uniforms(self.rows, count) * is_random, device)
-        return self._ahead[index], self._parameters
+        """Return the numbers [R] of the rows, and [5, R] their parameters."""
+        if not len(self._numbers):  # the next step may have other rows
+            self._numbers = uniforms(self.rows, AHEAD if self._step or self._is_continued else 1)
+            self._copies = None
+        if self._copies is None:
+            numbers = self._numbers * (self._columns[4] != Kind.GREEDY)
+            self._copies = to_device(numbers, device), to_device(self._columns[:5], device)
+        return self._copies[0][0], self._copies[1]
 
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor,
-    rows: Sequence[SamplingRow],
-    mask: TokenMask | None = None,
-    before: SamplingInputs | None = None,
+    logits: Tensor, inputs: SamplingInputs, mask: TokenMask | None = None
 ) -> "SamplerOutput":
-    """Sample one token for each row of logits [R, V], of any float dtype, on any device. `before`:
-    the inputs of the step before.
+    """Sample one token for each row of logits [R, V], of any float dtype, on any device.
 
     Order: logit bias and ban of stop tokens, repetition penalty, frequency and presence penalties,
     allowed tokens, processors, mask, warpers, temperature, min_p, top_k, top_p. This is vLLM's
     order; transformers applies min_p last. top_p is relative to the probability that min_p and
     top_k keep.
     """
-    inputs = before.following(rows) if before else SamplingInputs(rows)
     raw = blocked(logits, mask is None and inputs.only_argmax)
     scores = raw
     if mask or inputs.processes_logits:
         from worker.model.logit_changes import process_logits
 
-        scores = process_logits(raw, rows, logits.shape[1], mask)
+        scores = process_logits(raw, inputs.rows, logits.shape[1], mask)
     return SamplerOutput(raw, scores, inputs)
 
 
@@ -295,18 +291,17 @@ class SamplerOutput:
         self._raw, self._blocks, self.inputs = raw, scores, inputs
         self.tokens, too_few = _sample_rows(scores, inputs, CANDIDATES)
         self._too_few = None if too_few is None else AsyncCopy(too_few)
-        self._logprobs = inputs.logprobs
         self._start_copies()
 
     def _start_copies(self) -> None:
         self._tokens, self._scores = AsyncCopy(self.tokens), None
-        if self._logprobs:
+        if self.inputs.logprobs:
             from worker.model.logprobs import score_tokens
 
-            index = to_device(list(self._logprobs), self.tokens.device)
-            raw = self._raw if len(self._logprobs) == len(self._raw) else self._raw[index]
-            top = max(self._logprobs.values())
-            given = [self.inputs.rows[n].state.params.logprob_token_ids for n in self._logprobs]
+            index = to_device(list(self.inputs.logprobs), self.tokens.device)
+            raw = self._raw if len(self.inputs.logprobs) == len(self._raw) else self._raw[index]
+            top = max(self.inputs.logprobs.values())
+            given = [self.inputs.states[n].params.logprob_token_ids for n in self.inputs.logprobs]
             self._scores = AsyncCopy(score_tokens(raw, self.tokens[index], top, given))
 
     @torch.inference_mode()
@@ -317,11 +312,11 @@ class SamplerOutput:
         """
         flags, self._too_few = self._too_few.read() if self._too_few else (), None
         pending, width = [n for n, is_pending in enumerate(flags) if is_pending], CANDIDATES
-        changed = bool(pending)
+        changed, rows = bool(pending), self.inputs.rows if pending else ()
         while pending:
             width *= WIDEN_FACTOR
             index = to_device(pending, self.tokens.device)
-            inputs = SamplingInputs([self.inputs.rows[n] for n in pending])
+            inputs = SamplingInputs([rows[n] for n in pending])
             self.tokens[index], too_few = _sample_rows(self._blocks[index], inputs, width)
             pending = [] if too_few is None else index[too_few].tolist()
         if changed:
@@ -335,16 +330,10 @@ class SamplerOutput:
         if self._scores:
             from worker.model.logprobs import scored_tokens
 
-            scored = scored_tokens(self._scores.read(), list(self._logprobs.values()))
-            for n, token in zip(self._logprobs, scored, strict=True):
+            scored = scored_tokens(self._scores.read(), list(self.inputs.logprobs.values()))
+            for n, token in zip(self.inputs.logprobs, scored, strict=True):
                 sampled[n] = token
         return sampled
-
-
-def _takes_argmax(state: SamplingState) -> bool:
-    """Return whether a row's token is that of its largest logit, and nothing else is asked for."""
-    params = state.params
-    return params.temperature <= 0.0 and params.logprobs is None and not state.processes_logits
 
 
 def blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
@@ -389,12 +378,15 @@ def _sample_rows(
     return torch.where(usable, tokens, -1), None if too_few is None else too_few & usable
 
 
-def _kind(params: SamplingParams) -> Kind:
+def _parameters(params: SamplingParams) -> tuple[float, ...]:
+    """Return temperature, top_p, top_k, min_p and kind. A greedy row is one with a top_k of 1 and
+    the number 0."""
     if params.temperature <= 0.0:
-        return Kind.GREEDY
-    if params.top_k > 0 or params.min_p > 0.0:
-        return Kind.TOP
-    return Kind.NUCLEUS if params.top_p < 1.0 else Kind.ANY
+        return 1.0, 1.0, 1, 0.0, Kind.GREEDY
+    is_top = params.top_k > 0 or params.min_p > 0.0
+    kind = Kind.TOP if is_top else Kind.NUCLEUS if params.top_p < 1.0 else Kind.ANY
+    temperature = max(params.temperature, MIN_TEMPERATURE)
+    return temperature, params.top_p, params.top_k, params.min_p, kind
 
 
 def _sample_kinds(
@@ -405,7 +397,7 @@ def _sample_kinds(
     Launching an operation costs more than its work, so rows are not gathered by kind. Each kind
     that is present is computed for all rows, and each row's token is that of its own kind.
     """
-    found = set(inputs.kinds)
+    found = inputs.kinds
     if found <= {Kind.GREEDY}:
         return _argmax(blocks, maxima), None
     number, parameters = inputs.on(blocks.device)

@@ -47,6 +47,7 @@ MAX_PROMPT_READS = SIZES[-1] ** 2 // 2
 SPARE_BLOCKS = 2
 SPARE_SLOTS = 1  # the last slot of recurrent layers' states, for both
 BUFFERS = 8  # int64 numbers of a row, from `ids` to `targets`
+ROOM = 1  # blocks that decodes may begin before all tables are written again
 
 
 class RowsMetadata(AttentionBackend):
@@ -64,8 +65,10 @@ class RowsMetadata(AttentionBackend):
         self.programs = programs(cache.device)
         self._buffer = torch.zeros(BUFFERS, rows, dtype=torch.long, device=cache.device)
         self._take_rows(self._buffer)
-        size = 1 + rows * max_blocks  # the first is that of padding rows
+        size = (1 + rows) * (max_blocks + ROOM)  # the first is that of padding rows
         self.tables = torch.zeros(size, dtype=torch.int32, device=cache.device)
+        # the last batch, its tables, where they begin, and the last block that each has room for
+        self._filled: tuple[Batch | None, Any, Any, Any] = (None, None, None, None)
 
     def _take_rows(self, buffer: Tensor) -> None:
         self.ids, self.positions, self.slots, self.tails, self.position_ids, *others = buffer
@@ -81,19 +84,25 @@ class RowsMetadata(AttentionBackend):
         """Write the batch's tokens into the first of `rows` rows; the others are padding, at the
         first slot of block `spare`. `sampled`: tokens for the placeholders in the batch's ids."""
         count = len(batch.ids)
-        starts = np.array([span.start for span in batch.spans])
-        widths = np.array([span.width for span in batch.spans])
-        lasts = starts + widths - 1
-        tables, table_starts = concatenate_tables([Span([spare], 0, 1), *batch.spans])
         columns = np.zeros((BUFFERS, rows), np.int32)
         ids, positions, slots, tails, position_ids, row_tables, sources, targets = columns
         ids[:count] = batch.ids
         positions[:count] = batch.positions
-        position_ids[:count] = batch.position_ids if batch.shifts else batch.positions
+        position_ids[:count] = batch.position_ids if batch.shifts else positions[:count]
+        widths = np.diff(batch.offsets, append=count)
+        ends = np.array(batch.offsets) + widths
+        lasts = positions[ends - 1]
+        blocks = lasts // BLOCK
+        filled, tables, table_starts, limits = self._filled
+        if batch is filled and (blocks <= limits).all():  # it has moved by a token
+            begun = [span.blocks[n] for span, n in zip(batch.spans, blocks.tolist(), strict=True)]
+            tables[table_starts[1:] + blocks] = begun
+        else:
+            tables, table_starts = concatenate_tables([Span([spare], 0, 1), *batch.spans], ROOM)
+            self._filled = batch, tables, table_starts, blocks + ROOM
         row_tables[:count] = np.repeat(table_starts[1:], widths)
         slots[:] = tables[row_tables + positions // BLOCK] * BLOCK + positions % BLOCK
         starts_block = lasts % BLOCK < widths
-        ends = np.array(batch.offsets) + widths
         tails[ends - 1] = np.where(starts_block, BLOCK - 1 - lasts % BLOCK, 0)
         if stored := self.cache.states:
             sources[:] = targets[:] = len(stored[0]) - SPARE_SLOTS

@@ -76,9 +76,14 @@ class RowwiseMetadata(MixedMetadata):
         self.programs = ALL_PROGRAMS
 
 
-def concatenate_tables(spans: Iterable[Span]) -> tuple[Any, Any]:
-    """Return the spans' block tables one after another, int32, and where each of them begins."""
-    tables = [blocks[: (start + width - 1) // BLOCK + 1] for blocks, start, width in spans]
+def concatenate_tables(spans: Iterable[Span], room: int = 0) -> tuple[Any, Any]:
+    """Return the spans' block tables one after another, int32, each with room for more blocks, and
+    where each of them begins."""
+    tables: list[Any] = [
+        blocks[: (start + width - 1) // BLOCK + 1] for blocks, start, width in spans
+    ]
+    for table in tables if room else ():
+        table.extend([0] * room)
     return np.concatenate(tables, dtype=np.int32), np.cumsum([0, *map(len, tables)])[:-1]
 
 

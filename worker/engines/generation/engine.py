@@ -16,7 +16,7 @@ turns tokens into text, most of it on the event loop, when it is read.
 
 import logging
 import time
-from collections import Counter, abc, defaultdict
+from collections import Counter, abc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -48,13 +48,14 @@ from worker.messages.protocol import (
     TextModel,
 )
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, TokenMask, sample
+from worker.model.sampler import SampledToken, SamplerOutput, SamplingInputs, SamplingRow, sample
 
 if TYPE_CHECKING:
     from worker.backends.cached_runner import CachedRunner
     from worker.grammar.bitmask import PendingMask
     from worker.grammar.compiler import Grammar
-    from worker.model.sampler import SamplingInputs
+    from worker.grammar.constraints import ConstraintState
+    from worker.model.sampler import TokenMask
     from worker.vision.encoder_scheduler import EncoderScheduler
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
@@ -75,14 +76,6 @@ class InFlightStep:
     prompt_scores: dict[Sequence, list[SampledToken]]
     sampled: SamplerOutput
     launched_at: float
-
-
-def _by_form(chunks: abc.Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return the chunks of sequences apart that run on different forms of the model."""
-    groups: defaultdict[str, list[Chunk]] = defaultdict(list)
-    for chunk in chunks:
-        groups[chunk.sequence.form].append(chunk)
-    return [*groups.values()]
 
 
 class GenerationEngine:
@@ -123,7 +116,10 @@ class GenerationEngine:
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
         self._pending_masks: dict[Sequence, PendingMask] = {}  # until a token is sampled with them
         self._in_flight: InFlightStep | None = None
-        self._sampling_inputs: SamplingInputs | None = None  # of the last step
+        # of the last step, unless it has failed: its batch, and its rows with grammars
+        self._batch: Batch | None = None
+        self._inputs: SamplingInputs
+        self._constrained: list[tuple[int, Chunk, ConstraintState]]
         self._results_at = 0.0  # when the last step's results were processed
         self._ran = 0  # sequences in that step
         # of the current call of `step`
@@ -235,7 +231,7 @@ class GenerationEngine:
         self._outputs.clear()
         self._failed.clear()
         self._pending_masks.clear()
-        self._in_flight = None
+        self._in_flight = self._batch = None
         self.scheduler = self._new_scheduler()
         self._encoder_scheduler = self._new_encoder_scheduler()
         return items
@@ -274,8 +270,11 @@ class GenerationEngine:
             self._encoder_scheduler.step(self.scheduler, self.others)
         self._counts, self._deltas, self._full = Counter(), {}, 0
         if chunks := self._schedule():
-            for of_form in _by_form(chunks):
-                self._launch(of_form)
+            forms = dict.fromkeys(chunk.sequence.form for chunk in chunks)
+            for form in forms if len(forms) > 1 else ():  # of the model, apart
+                self._launch([c for c in chunks if c.sequence.form == form and c.is_active])
+            if len(forms) == 1:
+                self._launch(chunks)
         elif self._in_flight:
             self._process_results()
         else:
@@ -296,11 +295,10 @@ class GenerationEngine:
         if self.scheduler.num_waiting or max(uncomputed, default=0) > 1:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
-        draft = self._draft if self._speculation else None
+        draft = self._draft if self._speculation and self._may_draft else None
         spare_rows, resting = self._budget.times.spare_rows, self._requests_without_mask()
         doubling = self._budget.doubling_tokens
-        chunks = self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
-        return [chunk for chunk in chunks if chunk.is_active]
+        return self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
 
     def _requests_without_mask(self) -> set[WorkOwner]:
         """Return the requests of grammars that have late masks. Fail those of grammars that are too
@@ -319,7 +317,7 @@ class GenerationEngine:
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         output = self._outputs[sequence]
-        if not (self._speculation and self._may_draft and isinstance(output, SequenceOutput)):
+        if not (self._speculation and isinstance(output, SequenceOutput)):
             return ()
         if isinstance(self.runner, PagedRunner) and not self.runner.verifies_drafts:
             return ()  # native operations are not built yet
@@ -332,7 +330,6 @@ class GenerationEngine:
             return ()
 
     def _launch(self, chunks: abc.Sequence[Chunk]) -> None:
-        chunks = [chunk for chunk in chunks if chunk.is_active]
         if not chunks:
             return
         try:
@@ -344,21 +341,22 @@ class GenerationEngine:
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Run the model and sample. Raise before any state of the chunks' sequences changes."""
-        batch, launched_at = Batch.from_chunks(chunks), self._own_time()
+        last, self._batch, launched_at = self._batch, None, self._own_time()
+        batch = last.move() if last and last.chunks is chunks else Batch.from_chunks(chunks)
         if self._in_flight:
             logits = self._forward_ahead(batch, self._in_flight.sampled)
             self._process_results()  # sampling may depend on them
-            rows, constrained = self._sampling_rows(chunks)
+            constrained = self._prepare_sampling(batch, last)
         else:
-            rows, constrained = self._sampling_rows(chunks)
+            constrained = self._prepare_sampling(batch, last)
             logits = self._forward(batch)
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
         mask = self._token_mask(constrained) if constrained else None
-        sampled = sample(logits[batch.scored :], rows, mask, self._sampling_inputs)
-        self._sampling_inputs = sampled.inputs
+        sampled = sample(logits[batch.scored :], self._inputs, mask)
         for _, chunk in constrained:
             if not chunk.deferred:
                 del self._pending_masks[chunk.sequence]
+        self._batch = batch
         self._in_flight = InFlightStep(batch, prompt_scores, sampled, launched_at)
         self._may_draft = not self._runs_ahead or self._next_drafts_wait(chunks)
         if not self._may_draft and not any(chunk.drafts for chunk in chunks):
@@ -380,34 +378,32 @@ class GenerationEngine:
             logits = self._forward(batch, sampled.tokens)
         return logits
 
-    def _sampling_rows(
-        self, chunks: abc.Sequence[Chunk]
-    ) -> tuple[list[SamplingRow], list[tuple[int, Chunk]]]:
-        """Return the parameters of each sampled row, and the chunks with token masks, each with the
-        first row of its mask: the computation of new masks starts here. Rows of chunks that no
-        longer run are dropped with the results."""
-        rows: list[SamplingRow] = []
-        constrained: list[tuple[int, Chunk]] = []
-        masks = self._pending_masks
-        for chunk in chunks:
-            if not chunk.to_sample:
-                continue
-            sequence, drafts = chunk.sequence, chunk.drafts
-            output = self._outputs[sequence]
-            assert isinstance(output, SequenceOutput)
-            if output.constraints and chunk.is_active:
-                if sequence not in masks and (mask := output.constraints.mask(drafts)):
-                    masks[sequence] = mask
-                if sequence in masks:
-                    constrained.append((len(rows), chunk))
-            rows.append(SamplingRow(output.sampling, output.tokens))
-            if drafts:
-                rows += [
-                    SamplingRow(output.sampling, output.tokens + n, drafts[:n])
-                    for n in range(1, chunk.to_sample)
-                ]
+    def _prepare_sampling(self, batch: Batch, last: Batch | None) -> list[tuple[int, Chunk]]:
+        """Prepare the inputs of sampling; `last`: the batch of the last step. Return the chunks
+        with token masks, each with the first row of its mask: the computation of new masks starts
+        here. Rows of chunks that no longer run are dropped with the results."""
+        sampling = [chunk for chunk in batch.chunks if chunk.to_sample]
+        if last and sampling == [chunk for chunk in last.chunks if chunk.to_sample]:
+            self._inputs = self._inputs.following()
+        else:
+            rows, self._constrained = list[SamplingRow](), []
+            for chunk in sampling:
+                output, drafts = self._outputs[chunk.sequence], chunk.drafts
+                assert isinstance(output, SequenceOutput)
+                if output.constraints:
+                    self._constrained.append((len(rows), chunk, output.constraints))
+                state, at = output.sampling, output.tokens
+                rows += [SamplingRow(state, at + n, drafts[:n]) for n in range(chunk.to_sample)]
+            self._inputs = SamplingInputs(rows, self._inputs if last else None)
+        masks, masked = self._pending_masks, list[tuple[int, Chunk]]()
+        for row, chunk, constraints in self._constrained:
+            if chunk.is_active:
+                if chunk.sequence not in masks and (mask := constraints.mask(chunk.drafts)):
+                    masks[chunk.sequence] = mask
+                if chunk.sequence in masks:
+                    masked.append((row, chunk))
         self._start_masks()
-        return rows, constrained
+        return masked
 
     def _start_masks(self) -> None:
         """Have the masks that no thread has begun computed: those of requests in turn, of a request
@@ -417,7 +413,7 @@ class GenerationEngine:
             ordered = in_turn(sorted(masks, key=lambda s: len(s.tokens) - s.prompt_len))
             self._masks.start([masks[sequence] for sequence in ordered])
 
-    def _token_mask(self, constrained: list[tuple[int, Chunk]]) -> TokenMask | None:
+    def _token_mask(self, constrained: list[tuple[int, Chunk]]) -> "TokenMask | None":
         """Return the masks of the grammars that are ready in time. The other chunks sample no
         token."""
         masks = self._pending_masks
@@ -488,10 +484,7 @@ class GenerationEngine:
             return
         if not output.started:
             output.start(sequence.cached or 0)
-        tokens: list[int] = []
-        if sampled:
-            assert isinstance(output, SequenceOutput)
-            tokens = output.extend(chunk.drafts, sampled)
+        tokens = output.extend(chunk.drafts, sampled) if isinstance(output, SequenceOutput) else []
         self._counts["decode_tokens"] += len(tokens)
         item.generated += len(tokens)
         if chunk.drafts and self._speculation:
@@ -543,7 +536,7 @@ class GenerationEngine:
             self._release(item)
         self._failed.clear()
         if not self.live:
-            self._in_flight = None  # no request waits for its tokens
+            self._in_flight = self._batch = None  # no request waits for its tokens
         return StepOutcome(report, deltas, outputs, done, unfinished=report.decode_tokens > 0)
 
     def _report(self) -> StepReport:
