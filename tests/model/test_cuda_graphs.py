@@ -63,11 +63,7 @@ def python_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def gpu_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lay out KV caches as on a GPU."""
-
-    def cache(*arguments: Any) -> KVCache:
-        return KVCache(*arguments[:6])
-
-    monkeypatch.setattr(paged_runner, "KVCache", cache)
+    monkeypatch.setattr("worker.backends.cpu.panels.PanelCache", KVCache)
 
 
 class Recorder:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.backends.cpu.panels import PanelCache
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import (
@@ -97,7 +98,7 @@ def memory(
     count = sum(map(len, tables))
     numbers = chance.sample(range(count + 3), count)
     tables = [[numbers.pop() for _ in table] for table in tables]
-    cache = KVCache([shape], count + 3, dtype, CPU, panels=panels)
+    cache = (PanelCache if panels else KVCache)([shape], count + 3, dtype, CPU)
     keys = [torch.randn(s + w, case.key_heads, case.key_size, dtype=dtype) for s, w in mix]
     values = [torch.randn(s + w, case.key_heads, case.value_size, dtype=dtype) for s, w in mix]
     if case.values_in_keys:

@@ -60,7 +60,7 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
     for value, message in (
         (5.5, "expected int, got float"),
         (1e300, "the integer 1e.300 has more than 64 bits"),
-        (-1.0, "max_tokens: expected int >= 0, not -1"),
+        (-2.0, "max_tokens: expected int >= -1, not -2"),
     ):
         with pytest.raises(InvalidInput, match=message):
             decode({**body, "max_tokens": value}, ChatRequest, lambda name: "demo", {})

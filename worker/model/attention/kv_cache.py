@@ -14,7 +14,6 @@ from worker.device.device import record_reservation
 from worker.load_context import add_memory
 
 BLOCK = 16  # token positions in a block
-PANEL_WIDTH = 16  # columns of a panel of values, as in native/panels.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,6 @@ class KVCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each, and `slots` states of
     recurrent layers, [slots, *shape] each. Values that are in the keys are a view of them.
 
-    `panels`: each block has its numbers in the order that native attention reads in place
-    (native/panels.h), except where values are in keys or a key's numbers do not fill words.
-
     Memory is reserved, not touched: the system provides a page at its first write. torch's
     attention multiplies masked positions too, so none of them may hold a NaN: a block is zeroed
     when its first token is written, and padding repeats blocks of the same sequence.
@@ -83,21 +79,17 @@ class KVCache:
         device: torch.device,
         states: Sequence[StateShape] = (),
         slots: int = 0,
-        panels: bool = False,
     ) -> None:
         self.layers = layers
-        self._word = word = 4 // dtype.itemsize  # numbers of 32 bits
-        self.panels = [
-            panels and not layer.values_in_keys and layer.key_size % word == 0 for layer in layers
-        ]
+        self.dtype = dtype
+        self.device = device
+        self.panels = [self.is_panels(layer) for layer in layers]
         # float64 [layers, 4] for native attention: panels, chunk, floor_scale and attn_scale
         limits = [
             (order, layer.chunk, *(layer.temperature or (0, 0)))
             for order, layer in zip(self.panels, layers, strict=True)
         ]
         self.limits = torch.tensor(limits, dtype=torch.double)
-        self.dtype = dtype
-        self.device = device
 
         def reserve(heads: int, size: int) -> Tensor:
             return torch.empty(blocks, BLOCK, heads, size, dtype=dtype, device=device)
@@ -116,35 +108,16 @@ class KVCache:
         ]
         add_memory(record_reservation(self, (*self.keys, *own_values, *self.states)))
 
+    def is_panels(self, layer: LayerShape) -> bool:
+        """Return whether the blocks of a layer are panels (backends/cpu/panels.py)."""
+        return False
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, heads, size] of a layer to slots [T]."""
-        key_rows, value_rows = self._rows(layer)
-        if self.panels[layer]:
-            block, token, word = slots // BLOCK, slots % BLOCK, self._word
-            key_rows[block, token] = keys.reshape(-1, *key_rows.shape[2:])
-            parts = values.reshape(-1, *value_rows.shape[3:])
-            value_rows[block, token // word, token % word] = parts
-            return
-        for stored, new in ((key_rows, keys), (value_rows, values)):
+        for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, new)
 
-    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, ...]:
-        """Return keys and values of a layer's blocks, [tokens, heads, size] each."""
-        shape, (keys, values) = self.layers[layer], self._rows(layer)
-        sizes = (keys, shape.key_size), (values, shape.value_size)
-        return tuple(x.index_select(0, blocks).reshape(-1, shape.heads, size) for x, size in sizes)
-
-    def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views of keys and values [blocks, BLOCK, heads, size]; of panels some of these
-        dimensions are two."""
+    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer's blocks, [blocks, BLOCK, heads, size] each."""
         keys, values = self.keys[layer], self.values[layer]
-        if not self.panels[layer]:
-            return keys, values
-        count, _, heads, size = values.shape
-        key_shape = count, heads, -1, BLOCK, self._word
-        width = size if size % PANEL_WIDTH else PANEL_WIDTH
-        value_shape = count, heads, -1, BLOCK // self._word, width, self._word
-        return (
-            keys.view(key_shape).permute(0, 3, 1, 2, 4),
-            values.view(value_shape).permute(0, 3, 5, 1, 2, 4),
-        )
+        return keys.index_select(0, blocks), values.index_select(0, blocks)
