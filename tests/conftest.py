@@ -106,8 +106,8 @@ def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = KVCache.__init__
 
-    def init(cache: KVCache, *arguments: Any) -> None:
-        original(cache, *arguments)
+    def init(cache: KVCache, *arguments: Any, **options: Any) -> None:
+        original(cache, *arguments, **options)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(float("nan"))
 

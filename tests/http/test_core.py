@@ -1,5 +1,6 @@
 """Requests on plain models run the files that CONTRIBUTING.md calls the core."""
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr("server.apis.openai.jobs.POLL_S", 3600)  # runs without requests
+    gc.collect()  # so that no model of an earlier test is finalized while files are counted
     counter = Calls()
     before = sys.getprofile()
     threading.setprofile(counter.on_event)
@@ -71,17 +73,16 @@ def plain(calls: Calls) -> Iterator[Server]:
 def test_requests_on_plain_models_run_the_core(calls: Calls, plain: Server) -> None:
     message = {"role": "user", "content": "Hello"}
     chat = {"messages": [message], "stream": True, "max_tokens": 20, "ignore_eos": True}
-    pipeline_files: list[int] = []
+    inputs = {"inputs": "Paris is the [MASK]."}
     with httpx.Client(base_url=plain.url, timeout=60) as client:
-        for _ in range(4):  # the first requests also build what later ones find
+        for _ in range(2):  # the first requests also build what later ones find
             with calls.counted() as by_chat:
                 assert "[DONE]" in client.post("/v1/chat/completions", json=chat).text
+            client.post("/", json=inputs)  # the worker has then removed the chat
             with calls.counted() as by_pipeline:
-                assert client.post("/", json={"inputs": "Paris is the [MASK]."}).status_code == 200
-            pipeline_files.append(len(by_pipeline))
+                assert client.post("/", json=inputs).status_code == 200
     run = {name for name in by_chat | by_pipeline if not name.startswith(LAYERS)}
     assert {"worker/engines/generation/engine.py", "worker/engines/pipeline/engine.py"} <= run
     assert run <= set(core())
     assert len(by_chat) <= 45
-    # what a thread does at intervals, or after the chat, may count beside one of them
-    assert min(pipeline_files) <= 25
+    assert len(by_pipeline) <= 25

@@ -119,6 +119,12 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
     assert counters["stats"]["unique_graphs"] == graphs + 1, "a single token has its own graph"
 
 
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_the_cache_has_the_order_of_native_attention_where_it_is_to_serve(setting: str) -> None:
+    runner = load_paged(tiny.folder("llama-lm"), kv_cache_gb=0.001, compile=setting)
+    assert {*map(bool, runner.cache.panels)} == {setting == "on"}
+
+
 def test_code_is_compiled_for_the_workers_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,6 @@ from batching.sequence import Batch, Span
 from tests.matrix import matrix
 from tests.threads import compute_threads, run_together
 from tests.unit.test_paged_attention import CASES, LATENT, Case, check, mixes, name
-from worker.backends.cpu.panels import PanelCache
 from worker.backends.native_attention import NativeMetadata
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import attend, forward_context
@@ -91,7 +90,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_batch_and_number_of_threads(
     def run(borders: Sequence[int], others: int, threads: int) -> Tensor:
         """Return the outputs of chunks with these borders, each beside `others` decoding tokens."""
         count = blocks * (1 + others)
-        cache = PanelCache([shape], count, dtype, torch.device("cpu"))
+        cache = KVCache([shape], count, dtype, torch.device("cpu"), in_panels=True)
         tables = [range(n, blocks * (1 + others), 1 + others) for n in range(1 + others)]
         outputs = []
         for start, end in itertools.pairwise(borders):
@@ -121,7 +120,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_batch_and_number_of_threads(
 def cache_of(*heads: int) -> KVCache:
     """Return a cache of two blocks, with a layer for each number of heads."""
     layers = [LayerShape(count, 16, 16) for count in heads]
-    return PanelCache(layers, 2, torch.float32, torch.device("cpu"))
+    return KVCache(layers, 2, torch.float32, torch.device("cpu"), in_panels=True)
 
 
 def step(
@@ -221,7 +220,8 @@ def test_steps_of_two_threads_are_independent() -> None:
             meet.wait(60)
             outputs[number] = attend(x, x, x, None, 0, 1.0, 0, 0.0)
             meet.wait(60)
-        written[number] = cache.gather(0, torch.tensor([number]))
+        assert cache.panels[0]
+        written[number] = cache.panels[0].gather(torch.tensor([number]))
 
     run_together(partial(run, 0), partial(run, 1))
     assert all(bool((x[0, :5] == n).all()) for n in (0, 1) for x in written[n])

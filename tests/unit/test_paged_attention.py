@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from worker.backends.cpu.panels import PanelCache
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import (
@@ -98,7 +97,7 @@ def memory(
     count = sum(map(len, tables))
     numbers = chance.sample(range(count + 3), count)
     tables = [[numbers.pop() for _ in table] for table in tables]
-    cache = (PanelCache if panels else KVCache)([shape], count + 3, dtype, CPU)
+    cache = KVCache([shape], count + 3, dtype, CPU, in_panels=panels)
     keys = [torch.randn(s + w, case.key_heads, case.key_size, dtype=dtype) for s, w in mix]
     values = [torch.randn(s + w, case.key_heads, case.value_size, dtype=dtype) for s, w in mix]
     if case.values_in_keys:
@@ -110,7 +109,11 @@ def memory(
         if zeroed:
             cache.keys[0][used] = cache.values[0][used] = 0
         slots = (torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)).ravel()[:start]
-        cache.write(0, slots, key[:start], value[:start])
+        if order := cache.panels[0]:
+            order.write(slots, key[:start], value[:start])
+        else:
+            cache.keys[0].flatten(0, 1)[slots] = key[:start]
+            cache.values[0].flatten(0, 1)[slots] = value[:start]
     spans = [Span(table, *bounds) for table, bounds in zip(tables, mix, strict=True)]
     batch = Batch(spans, [0] * sum(width for _, width in mix), [])
     return Memory(cache, batch, AttentionMetadata(cache, batch), keys, values)

@@ -63,7 +63,8 @@ def load_native_ops() -> ctypes.CDLL:
 
 @cache
 def has_compiler() -> bool:
-    """Return whether this machine has the compiler that the build takes."""
+    """Return whether this machine has the compiler that builds native operations, and whose version
+    tells which build is theirs."""
     from torch._inductor import cpp_builder  # seconds to import
 
     try:

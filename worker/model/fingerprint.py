@@ -65,7 +65,8 @@ def record_forms(runner: PagedRunner, *settings: object) -> Mapping[Form, bytes]
     parts = (
         language.digest, language.model.config.to_json_string(), language.dtype, language.context,
         language.layers, language.windows, language.states, language.deterministic, settings,
-        runner.cache.panels, code_digest(), versions(), torch.__config__.show(), cpu_features(),
+        [*map(bool, runner.cache.panels)], code_digest(), versions(), torch.__config__.show(),
+        cpu_features(),
         language.device.type == "cuda" and torch.cuda.get_device_name(language.device),
     )  # fmt: skip
 

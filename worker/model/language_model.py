@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from worker.backends.cpu.fused_linear import find_shared_inputs, fuse_linears
 from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype, plain_linear
-from worker.backends.native_attention import NATIVE_DTYPES, try_load_native_ops
+from worker.backends.native_attention import NATIVE_DTYPES, has_compiler, try_load_native_ops
 from worker.backends.quantization import has_library_layers, without_outliers
 from worker.backends.recurrent import RecurrentModule
 from worker.decision_config import DecisionConfig
@@ -144,6 +144,7 @@ class LanguageModel:
         self.states: list[StateShape] = []
         self.fallbacks: tuple[Fallback, ...] = ()
         self.deterministic = False  # a GPU's operations are batch-invariant
+        self.native = False  # native operations are to serve, set by pack_weights
         self.digest = b""  # of the weights, if keys and values are stored (fingerprint.py)
         self.lora: Any = None  # its LoraLayers, since the first adapter was loaded (lora.py)
         # width of the logits, which may exceed the tokenizer's number of tokens
@@ -219,17 +220,18 @@ class LanguageModel:
     ) -> None:
         """Pack or quantize the weights for the CPU's kernels; a GPU's are fused.
 
-        `recheck` runs the model and raises if its output is wrong. `native`: native operations with
-        a layout of their own are used, and built first if they are not there. Raise LoadingFailed
-        if the device cannot run the quantization.
+        `recheck` runs the model and raises if its output is wrong. `native`: native operations are
+        to serve. Those with a layout of their own are built first if they are not there. Raise
+        LoadingFailed if the device cannot run the quantization.
         """
         on_cpu = self.device.type == "cpu"
+        self.native = native and on_cpu and self.dtype in NATIVE_DTYPES and has_compiler()
         if quantization in ("int8", "int4"):
             if not on_cpu:
                 raise LoadingFailed(
                     f"QUANTIZATION={quantization} needs DEVICE=cpu, not {self.device}"
                 )
-            native = native and self.dtype in NATIVE_DTYPES and try_load_native_ops(build=True)
+            native = self.native and try_load_native_ops(build=True)
             free = free_bytes(self.device)
             quantize_weights(self.model, free, recheck, native, quantization)
             # inputs of quantized layers
@@ -242,7 +244,8 @@ class LanguageModel:
                 self.attempt(group, "Triton experts", "torch's", "experts wait for the GPU")
         elif packs_dtype(self.dtype):
             free = free_bytes(self.device)
-            bf16_weights = native and emulates_dtype(self.dtype) and try_load_native_ops(build=True)
+            emulated = self.native and emulates_dtype(self.dtype)
+            bf16_weights = emulated and try_load_native_ops(build=True)
             pack_weights(self.model, free, recheck, bf16_weights=bf16_weights)
         elif emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")

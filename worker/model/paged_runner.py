@@ -490,13 +490,10 @@ class PagedRunner:
 
 def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
     """Return a cache for the keys and values of a model's layers, and for their states."""
-    from worker.backends.cpu.panels import PanelCache
-    from worker.backends.native_attention import NATIVE_DTYPES, has_compiler
-
-    dtype, device = language.dtype, language.device
-    is_native = device.type == "cpu" and dtype in NATIVE_DTYPES and has_compiler()
-    kind = PanelCache if is_native else KVCache
-    return kind(language.layers, blocks, dtype, device, language.states, slots)
+    return KVCache(
+        language.layers, blocks, language.dtype, language.device, language.states, slots,
+        in_panels=language.native,
+    )  # fmt: skip
 
 
 class PromptRun:

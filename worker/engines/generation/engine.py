@@ -535,8 +535,8 @@ class GenerationEngine:
         for item in (*self._failed, *finished):
             self._release(item)
         self._failed.clear()
-        if not self.live:
-            self._in_flight = self._batch = None  # no request waits for its tokens
+        if not self.live:  # no request waits for its tokens
+            self._in_flight, self._batch, self._constrained = None, None, []
         return StepOutcome(report, deltas, outputs, done, unfinished=report.decode_tokens > 0)
 
     def _report(self) -> StepReport:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.backends.cpu.panels import Panels
 from worker.device.device import record_reservation
 from worker.load_context import add_memory
 
@@ -33,6 +34,10 @@ class LayerShape:
     def numbers(self) -> int:
         """How many numbers a token takes."""
         return self.heads * (self.key_size + (0 if self.values_in_keys else self.value_size))
+
+    def fits_panels(self, dtype: torch.dtype) -> bool:
+        """Return whether a key fills words, and values are numbers of their own."""
+        return not self.values_in_keys and self.key_size * dtype.itemsize % 4 == 0
 
     def rescale(self, query: Tensor, positions: Tensor) -> Tensor:
         """Correct Llama 4's temperature tuning for a packed step.
@@ -64,7 +69,8 @@ class StateShape:
 
 class KVCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each, and `slots` states of
-    recurrent layers, [slots, *shape] each. Values that are in the keys are a view of them.
+    recurrent layers, [slots, *shape] each. Values that are in the keys are a view of them. With
+    `in_panels`, layers that fit have the order of backends/cpu/panels.py.
 
     Memory is reserved, not touched: the system provides a page at its first write. torch's
     attention multiplies masked positions too, so none of them may hold a NaN: a block is zeroed
@@ -79,17 +85,11 @@ class KVCache:
         device: torch.device,
         states: Sequence[StateShape] = (),
         slots: int = 0,
+        in_panels: bool = False,
     ) -> None:
         self.layers = layers
         self.dtype = dtype
         self.device = device
-        self.panels = [self.is_panels(layer) for layer in layers]
-        # float64 [layers, 4] for native attention: panels, chunk, floor_scale and attn_scale
-        limits = [
-            (order, layer.chunk, *(layer.temperature or (0, 0)))
-            for order, layer in zip(self.panels, layers, strict=True)
-        ]
-        self.limits = torch.tensor(limits, dtype=torch.double)
 
         def reserve(heads: int, size: int) -> Tensor:
             return torch.empty(blocks, BLOCK, heads, size, dtype=dtype, device=device)
@@ -103,21 +103,17 @@ class KVCache:
             else:
                 own_values.append(reserve(layer.heads, layer.value_size))
                 self.values.append(own_values[-1])
+        self.panels = [
+            Panels(*stored) if in_panels and layer.fits_panels(dtype) else None
+            for layer, *stored in zip(layers, self.keys, self.values, strict=True)
+        ]
+        # float64 [layers, 4] for native attention: panels, chunk, floor_scale and attn_scale
+        limits = [
+            (panels is not None, layer.chunk, *(layer.temperature or (0, 0)))
+            for panels, layer in zip(self.panels, layers, strict=True)
+        ]
+        self.limits = torch.tensor(limits, dtype=torch.double)
         self.states = [
             torch.empty(slots, *state.shape, dtype=state.dtype, device=device) for state in states
         ]
         add_memory(record_reservation(self, (*self.keys, *own_values, *self.states)))
-
-    def is_panels(self, layer: LayerShape) -> bool:
-        """Return whether the blocks of a layer are panels (backends/cpu/panels.py)."""
-        return False
-
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [T, heads, size] of a layer to slots [T]."""
-        for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, new)
-
-    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer's blocks, [blocks, BLOCK, heads, size] each."""
-        keys, values = self.keys[layer], self.values[layer]
-        return keys.index_select(0, blocks), values.index_select(0, blocks)

@@ -193,7 +193,11 @@ class AttentionMetadata(AttentionBackend):
         if len(self.started_blocks):
             for stored in (cache.keys[layer], cache.values[layer]):
                 stored.index_fill_(0, self.started_blocks, 0)
-        cache.write(layer, self.slots, k, v)
+        if panels := cache.panels[layer]:
+            panels.write(self.slots, k, v)
+        else:
+            for stored, new in ((cache.keys[layer], k), (cache.values[layer], v)):
+                stored.view(-1, *stored.shape[2:]).index_copy_(0, self.slots, new)
         return self._attend_grouped(q, k, v, sinks, layer, scale, window, softcap).unsqueeze(0)
 
     def _attend_grouped(
@@ -208,10 +212,13 @@ class AttentionMetadata(AttentionBackend):
         needs_mask = softcap > 0 or sinks is not None
         for group in self.groups(window, self.cache.layers[layer].chunk, needs_mask):
             b, t = group.shape
-            if group.blocks is not None:
-                ks, vs = self.cache.gather(layer, group.blocks)
-            else:
+            if group.blocks is None:
                 ks, vs = (select(new, group.rows) for new in (k, v))
+            elif panels := self.cache.panels[layer]:
+                ks, vs = panels.gather(group.blocks)
+            else:
+                stored = self.cache.keys[layer], self.cache.values[layer]
+                ks, vs = (x.index_select(0, group.blocks) for x in stored)
             ks, vs = (x.view(b, -1, *x.shape[-2:]) for x in (ks, vs))
             qs = select(q, group.rows).view(b, t, *q.shape[1:])
             attended = group.attend(qs, ks, vs, scale, softcap, sinks)  # [b, t, H, Dv]

@@ -24,6 +24,21 @@ inline int64_t rows_of_share(int64_t rows, int64_t groups, int64_t most) {
   return rounded_up((rows + shares - 1) / shares, MIN_ROWS);
 }
 
+// Calls layer.multiply(row, count, group, sums) for all shares, of at most `most` rows, and groups of
+// GROUP columns. `sums` [count, GROUP] belongs to the thread.
+template <int64_t GROUP, typename Layer>
+void multiply_shares(const Layer& layer, int64_t rows, int64_t columns, int64_t most) {
+  const int64_t groups = (columns + GROUP - 1) / GROUP;
+  const int64_t share = rows_of_share(rows, groups, most);
+  at::parallel_for(0, (rows + share - 1) / share * groups, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(std::min(rows, share) * GROUP);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t row = n / groups * share;
+      layer.multiply(row, std::min(share, rows - row), n % groups, sums.data());
+    }
+  });
+}
+
 // Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
 template <typename T, int64_t GROUP>
 struct PackedWeights {
@@ -47,17 +62,7 @@ struct Linear {
   O* out;
   int64_t rows, depth, columns;
 
-  void multiply() const {
-    const int64_t count = (columns + GROUP - 1) / GROUP;
-    const int64_t share = rows_of_share(rows, count, MAX_SHARE);
-    at::parallel_for(0, (rows + share - 1) / share * count, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> sums(std::min(rows, share) * GROUP);
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t row = n / count * share;
-        multiply(row, std::min(share, rows - row), n % count, sums.data());
-      }
-    });
-  }
+  void multiply() const { multiply_shares<GROUP>(*this, rows, columns, MAX_SHARE); }
 
   // Multiplies some rows with a group. AMX tiles take 32 rows, the last ones fewer.
   void multiply(int64_t row, int64_t count, int64_t group, float* sums) const {

@@ -89,17 +89,7 @@ struct IntegerLinear {
   O* out;
   int64_t rows, blocks, columns;
 
-  void multiply() const {
-    const int64_t groups = (columns + QUANTIZED_GROUP - 1) / QUANTIZED_GROUP;
-    const int64_t share = rows_of_share(rows, groups, MAX_ROWS);
-    at::parallel_for(0, (rows + share - 1) / share * groups, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> sums(std::min(rows, share) * QUANTIZED_GROUP);
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t row = n / groups * share;
-        multiply(row, std::min(share, rows - row), n % groups, sums.data());
-      }
-    });
-  }
+  void multiply() const { multiply_shares<QUANTIZED_GROUP>(*this, rows, columns, MAX_ROWS); }
 
   void multiply(int64_t row, int64_t count, int64_t group, float* sums) const {
     std::fill_n(sums, count * QUANTIZED_GROUP, 0.0f);
