@@ -19,7 +19,9 @@ constexpr int64_t INPUT_DEPTH = 32;  // inputs that share a scale; INT8_DEPTH an
 
 #if defined(__AVX512VNNI__)
 constexpr int64_t QUANTIZED_PREFETCH_BYTES = 2048;  // of weights that are widened
-constexpr int64_t PREFETCH_BLOCKS = 8;  // of weights that are multiplied as integers
+// Of weights that are multiplied as integers. Few passes over them wait for memory, which is fastest
+// with what is read next.
+constexpr int64_t FEW_PASSES = 2, FEW_PASSES_BLOCKS = 2, PREFETCH_BLOCKS = 8;
 constexpr int64_t MAX_BLOCKS = 4;  // so many blocks of a group stay in the level 1 cache
 constexpr int PANELS_OF_GROUP = QUANTIZED_GROUP / LANES;
 constexpr int64_t LINE_INPUTS = 4;  // that one instruction multiplies for each of 16 columns
@@ -97,8 +99,9 @@ struct IntegerLinear {
       const int64_t deep = std::min(MAX_BLOCKS, blocks - k);
       const InputBlock* from = x + row * blocks + k;
       const int64_t block = group * blocks + k, passes = (count + R - 1) / R;
+      const int64_t ahead = passes <= FEW_PASSES ? FEW_PASSES_BLOCKS : PREFETCH_BLOCKS;
       weights.with_codes(block, deep, passes, [&](const auto& codes) {
-        add(from, count, deep, passes, codes, weights.block(block + PREFETCH_BLOCKS), sums);
+        add(from, count, deep, passes, codes, weights.block(block + ahead), sums);
       });
     }
     for (int64_t last = row + count; row < last; ++row)
