@@ -479,6 +479,7 @@ ACCEPTED: dict[str, list[Fields]] = {
         {"generation_config": "{}", "whatever": [1], "guided_decoding": None},
         *({"model": name} for name in ("", "dummy", "tgi", "demo")),
         {"n": 1, "stop": []},
+        {"tools": [{"function": {"name": "clock"}}]},
         # the empty values of clients that send every field
         {"stop": "", "functions": [], "function_call": "auto", "modalities": [], "samplers": ""},
         {"top_p": 0, "prompt_cache_retention": "24h"},
