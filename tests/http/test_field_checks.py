@@ -306,6 +306,9 @@ def noting(input_format: Any) -> Fields:
 ITEMS: list[tuple[Fields, str, str]] = [
     ({"input": None}, "input", "expected"),
     ({"input": ""}, "input", "must not be empty"),
+    ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
+    ({"n_predict": 5}, "n_predict", "use max_output_tokens"),
+    ({FORMAT: JSON_OBJECT}, FORMAT, "use text.format"),
     ({"input": []}, "input", "must not be empty"),
     ({"input": {}}, "input", "got object"),
     (items("hi"), "input[0]", "expected object"),
