@@ -306,6 +306,9 @@ def noting(input_format: Any) -> Fields:
 ITEMS: list[tuple[Fields, str, str]] = [
     ({"input": None}, "input", "expected"),
     ({"input": ""}, "input", "must not be empty"),
+    ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
+    ({"n_predict": 5}, "n_predict", "use max_output_tokens"),
+    ({FORMAT: JSON_OBJECT}, FORMAT, "use text.format"),
     ({"input": []}, "input", "must not be empty"),
     ({"input": {}}, "input", "got object"),
     (items("hi"), "input[0]", "expected object"),
@@ -479,6 +482,7 @@ ACCEPTED: dict[str, list[Fields]] = {
         {"generation_config": "{}", "whatever": [1], "guided_decoding": None},
         *({"model": name} for name in ("", "dummy", "tgi", "demo")),
         {"n": 1, "stop": []},
+        {"tools": [{"function": {"name": "clock"}}]},
         # the empty values of clients that send every field
         {"stop": "", "functions": [], "function_call": "auto", "modalities": [], "samplers": ""},
         {"top_p": 0, "prompt_cache_retention": "24h"},

@@ -117,6 +117,8 @@ def user(*parts: Any) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens: "),
         ({"messages": []}, "messages: must not be empty"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: is not implemented"),
+        ({"output_format": {"type": "json_schema"}}, "use output_config.format"),
+        ({"stop": ["a"]}, "stop: is not implemented, use stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "look"}]}, "tools[0].input_schema: is required"),
         ({"tools": [{**TOOL, "input_schema": DEEP}]}, "tools[0].input_schema: is nested too"),

@@ -109,6 +109,13 @@ def call_policy(
 
 class CountTokensRequest(GenerationRequest, kw_only=True):
     without_effect: ClassVar = GenerationRequest.without_effect | {"cache_control"}
+    replacements: ClassVar = GenerationRequest.replacements | {
+        "max_completion_tokens": "max_tokens",
+        "output_format": "output_config.format",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+        "structural_tag": "output_config.format",
+    }
     unimplemented: ClassVar = (
         {
             "chat_template": (),

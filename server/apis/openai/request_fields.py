@@ -9,7 +9,7 @@ ids and lengths are checked by the model's `prepare`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from threading import Lock
@@ -92,17 +92,6 @@ CONSTRAINT_FIELDS = {
     "guided_grammar": "grammar", "json_schema": "json", "regex": "regex", "ebnf": "grammar",
     "grammar": "grammar",
 }  # fmt: skip
-# What to use instead of a field that is refused.
-REPLACEMENTS = {
-    "guided_json_object": "structured_outputs.json_object",
-    "n_predict": "max_tokens",
-    "n_probs": "top_logprobs, or logprobs in completions",
-    "structural_tag": "response_format",
-    "custom_logit_processor": "logit_bias",
-    "logits_processors": "logit_bias",
-    "num_beams": "n",
-    "use_beam_search": "n",
-}
 ZERO, ONE = (0, 0.0), (1, 1.0)
 
 
@@ -119,6 +108,15 @@ class GenerationRequest(Struct, kw_only=True):
         "cache_prompt", "id_slot", "metadata", "n_cache_reuse", "n_keep", "prompt_cache_key",
         "safety_identifier", "service_tier", "spaces_between_special_tokens", "user",
     })  # fmt: skip
+    # What to use instead of a field that is refused.
+    replacements: ClassVar[dict[str, str]] = {
+        "guided_json_object": "structured_outputs.json_object",
+        "n_predict": "max_tokens",
+        "n_probs": "top_logprobs, or logprobs in completions",
+        "structural_tag": "response_format",
+        "custom_logit_processor": "logit_bias",
+        "logits_processors": "logit_bias",
+    }
     # Fields of the APIs that are refused, and the values that change nothing.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structured_outputs.whitespace_pattern": (),
@@ -361,10 +359,10 @@ def decode(
     return request
 
 
-def refuse_unimplemented(document: Document, names: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise InvalidInput for a parameter that is not implemented, unless it is empty. `names`: with
-    accepted values."""
-    for path, accepted in names.items():
+def refuse_unimplemented(document: Document, kind: Any) -> None:
+    """Raise InvalidInput for a parameter that is not implemented, unless it is empty."""
+    replacements: Document = getattr(kind, "replacements", {})
+    for path, accepted in getattr(kind, "unimplemented", {}).items():
         value: Any = document
         for key in path.split("."):
             value = None if value is None else value.get(key)
@@ -372,7 +370,7 @@ def refuse_unimplemented(document: Document, names: Mapping[str, tuple[Any, ...]
             continue
         # Types are compared as well: False == 0.
         if (type(value), value) not in [(type(x), x) for x in accepted]:
-            use = f"use {REPLACEMENTS[path]}" if path in REPLACEMENTS else "leave it out"
+            use = f"use {replacements[path]}" if path in replacements else "leave it out"
             raise InvalidInput.at(path, f"is not implemented, {use}")
 
 
@@ -387,7 +385,7 @@ def limit_lists(document: Document, kind: Any, max_entries: int | None) -> None:
 def convert_body(document: Document, kind: type[T], scope: Scope, strict: bool = True) -> T:
     """Return a struct. Fields with a value, and no part in it, are ignored or refused."""
     request = convert(document | _whole_numbers(document), kind, strict)
-    refuse_unimplemented(document, getattr(kind, "unimplemented", {}))
+    refuse_unimplemented(document, kind)
     known = known_fields(kind)  # type: ignore[arg-type]  # a class has a hash
     ignore_fields((n for n, v in document.items() if v is not None and n not in known), scope)
     for name, parts in _known_parts(kind).items():  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class CustomFunction(Struct):
 
 
 class ChatTool(Struct):
-    type: Literal["function", "custom"]
+    type: Literal["function", "custom"] = "function"  # as in vLLM
     function: Function | None = None
     custom: CustomFunction | None = None
 
@@ -62,7 +62,7 @@ class ChatTool(Struct):
         if self.type == "function":
             function: Function = required(self.function, path)
             check_depth(function.parameters, f"{path}.parameters")
-            return CallableTool(document, path)
+            return CallableTool({"type": "function", **document}, path)
         custom: CustomFunction = required(self.custom, path)
         constraint = custom.format.constraint(f"{path}.format") if custom.format else None
         document = custom_function(custom.name, custom.description, constraint)

@@ -81,6 +81,12 @@ class ConversationReference(Struct):
 
 class ResponseRequest(GenerationRequest, kw_only=True):
     without_effect: ClassVar = GenerationRequest.without_effect - {"metadata"}
+    replacements: ClassVar = GenerationRequest.replacements | {
+        "max_tokens": "max_output_tokens",
+        "n_predict": "max_output_tokens",
+        "response_format": "text.format",
+        "structural_tag": "text.format",
+    }
     unimplemented: ClassVar = {
         "access_programs": (),
         "background_options": ({"completion_window": "soonest"},),
