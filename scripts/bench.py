@@ -413,7 +413,7 @@ def perplexity(server: Server, load: Load, arguments: Arguments) -> Figures:
 # ── the table of benchmarks ──
 
 # Names in capitals stand for the values that `started` has.
-CHAT = {"CHAT_MODEL": "MODEL", "DTYPE": "DTYPE", "REQUEST_TIMEOUT_S": "600"}
+CHAT = {"CHAT_MODEL": "MODEL", "DTYPE": "bfloat16", "REQUEST_TIMEOUT_S": "600"}
 FILL_MASK = {"PIPELINE_TASK": "fill-mask", "PIPELINE_MODEL": "MODEL"}
 SPEECH = {"TRANSCRIPTION_MODEL": "SINGLE_PASS", "REQUEST_TIMEOUT_S": "600"}
 BESIDE = SPEECH | {"CHAT_MODEL": "demo", "REQUEST_TIMEOUT_S": "3600"}
@@ -477,7 +477,6 @@ def started(arguments: Arguments, name: str) -> AbstractContextManager[Server]:
     if name == "in-process":
         return nullcontext(Server(name, 1, None))
     values = {"MODEL": arguments.model, "SINGLE_PASS": arguments.single_pass}
-    values["DTYPE"] = arguments.dtype
     kinds = ("CHAT", "PIPELINE", "EMBEDDING", "RERANK")
     settings = {f"{kind}_MODEL": "none" for kind in kinds}
     of_bench = BENCHES[arguments.bench].settings
@@ -537,19 +536,16 @@ def report(measured: Measured, arguments: Arguments) -> None:
 
 
 def medians(measured: Measured) -> Medians:
-    """Return medians over the rounds, of others_cores the maximum."""
     return {
-        labels: {
-            name: {
-                key: (max if key == "others_cores" else statistics.median)(
-                    [run[key] for run in runs]
-                )
-                for key in runs[0]
-            }
-            for name, runs in servers.items()
-        }
+        labels: {name: median(runs) for name, runs in servers.items()}
         for labels, servers in measured.items()
     }
+
+
+def median(runs: list[Figures]) -> Figures:
+    """Return medians over the rounds, of others_cores the maximum."""
+    figures = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return figures | {"others_cores": max(run["others_cores"] for run in runs)}
 
 
 def ratios(values: Medians) -> Iterator[dict[str, Any]]:
@@ -622,7 +618,6 @@ def main() -> None:
     add("--peer-python", default=sys.executable, help=python)
     add("--vllm", default="vllm", help="the vllm command")
     add("--llama", default="llama-server", help="the program for llama:GGUF")
-    add("--dtype", default="bfloat16", help="of chat models")
     add("--temperature", type=list_of(float), default=[1, 0], metavar="N,…", help="1,0")
     add("--prompt-words", type=list_of(int), default=[64], metavar="N,…", help="64")
     add("--questions", action="store_true", help="ask questions; responses may end early")
@@ -651,7 +646,7 @@ def choose_model(arguments: Arguments, bench: Bench) -> None:
     if arguments.bench in ("speech", "beside"):
         arguments.single_pass = without_fallback(arguments.model, arguments.folder)
     if arguments.bench == "generation":
-        arguments.floor = measure_floor(Path(arguments.model), arguments.dtype)
+        arguments.floor = measure_floor(Path(arguments.model))
     arguments.on_gpu = bool(arguments.floor and arguments.floor.gpu)
     arguments.weight_bytes = arguments.floor.weight_bytes if arguments.floor else 0
     arguments.memory = 0 if arguments.on_gpu else free_memory()

@@ -16,6 +16,7 @@ from typing import Any
 from bench_servers import in_own_process
 
 SIDE, WEIGHTS, PASSES = 4096, 32, 12  # a gigabyte in bfloat16
+ITEM_SIZE = 2  # bytes of a bfloat16
 COPIED_BYTES = 2 << 30
 
 
@@ -38,10 +39,10 @@ class Floor:
         return tokens_per_s * step_bytes / self.bytes_per_s / clients
 
 
-def measure_floor(model: Path, dtype: str) -> Floor:
-    itemsize, bytes_per_s, gpu = in_own_process(measure_bandwidth, dtype)
-    token_bytes = itemsize * cached_values(json.loads((model / "config.json").read_text()))
-    return Floor(itemsize * count_weights(model), bytes_per_s, token_bytes, gpu)
+def measure_floor(model: Path) -> Floor:
+    bytes_per_s, gpu = in_own_process(measure_bandwidth)
+    token_bytes = ITEM_SIZE * cached_values(json.loads((model / "config.json").read_text()))
+    return Floor(ITEM_SIZE * count_weights(model), bytes_per_s, token_bytes, gpu)
 
 
 def cached_values(config: dict[str, Any]) -> int:
@@ -69,11 +70,11 @@ def count_weights(model: Path) -> int:
     )
 
 
-def measure_bandwidth(dtype_name: str) -> tuple[int, float, str]:
-    """Return bytes per weight as stored, bytes per second as read, and the GPU's name."""
+def measure_bandwidth() -> tuple[float, str]:
+    """Return bytes per second as read, and the GPU's name."""
     import torch
 
-    dtype, gpu = getattr(torch, dtype_name), ""
+    gpu = ""
     if torch.cuda.is_available():
         gpu, size = torch.cuda.get_device_name(), 2 * COPIED_BYTES  # read and written
         source, copied = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device="cuda")
@@ -83,11 +84,11 @@ def measure_bandwidth(dtype_name: str) -> tuple[int, float, str]:
             torch.cuda.synchronize()
 
     else:
-        emulated = dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
-        run_dtype = torch.float32 if emulated else dtype
-        plain, row = torch.ones(SIDE, SIDE, dtype=run_dtype), torch.ones(1, SIDE, dtype=run_dtype)
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+        dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+        plain, row = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(1, SIDE, dtype=dtype)
         packed = [torch.ops.mkldnn._reorder_linear_weight(plain, 1) for _ in range(WEIGHTS)]
-        size = SIDE * SIDE * WEIGHTS * run_dtype.itemsize
+        size = SIDE * SIDE * WEIGHTS * dtype.itemsize
 
         def read() -> None:
             for weight in packed:
@@ -98,5 +99,4 @@ def measure_bandwidth(dtype_name: str) -> tuple[int, float, str]:
         started = time.perf_counter()
         read()
         seconds.append(time.perf_counter() - started)
-    rate = size / min(seconds[1:])  # the first pass waits for earlier work
-    return dtype.itemsize, rate, gpu
+    return size / min(seconds[1:]), gpu  # the first pass waits for earlier work

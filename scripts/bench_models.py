@@ -39,29 +39,25 @@ def save(name: str, folder: Path) -> None:
     import torch
 
     torch.manual_seed(0)
-    if name in SHAPES:
-        return save_qwen3(name, folder)
-    make = {"bert-base": bert, "whisper-base": whisper, "smolvlm": smolvlm}[name]
-    for part in reversed(make()):  # the model last, with config.json
+    make = {"bert-base": bert, "whisper-base": whisper, "smolvlm": smolvlm}.get(name, qwen3)
+    model, *others = make(CONFIGS[name])
+    for part in others:
         part.save_pretrained(folder)
-        if name == "smolvlm":
-            fill_vocabulary(folder, CONFIGS[name]["text_config"]["vocab_size"])
+    fill_vocabulary(folder, model.config.get_text_config().vocab_size)
+    model.save_pretrained(folder)  # last, with config.json
 
 
-def save_qwen3(shape: str, folder: Path) -> None:
-    """Save a chat model in bfloat16 with the demo's tokenizer."""
+def qwen3(shape: dict[str, Any]) -> list[Any]:
+    """Return a chat model in bfloat16 with the demo's tokenizer."""
     import torch
 
     tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "chat"))
     config = hf.Qwen3Config(
-        **CONFIGS[shape], max_position_embeddings=40960, dtype="bfloat16", bos_token_id=None,
+        **shape, max_position_embeddings=40960, dtype="bfloat16", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = hf.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    tokenizer.save_pretrained(folder)
-    fill_vocabulary(folder, config.vocab_size)
-    model.save_pretrained(folder)
+        return [hf.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16), tokenizer]
 
 
 def fill_vocabulary(folder: Path, size: int) -> None:
@@ -76,14 +72,14 @@ def fill_vocabulary(folder: Path, size: int) -> None:
     file.write_text(json.dumps(content))
 
 
-def bert() -> list[Any]:
+def bert(shape: dict[str, Any]) -> list[Any]:
     """Return a model of bert-base's shape with the demo's tokenizer."""
     tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "fill-mask"))
     tokenizer.model_max_length = 512
-    return [hf.BertForMaskedLM(hf.BertConfig(**CONFIGS["bert-base"])), tokenizer]
+    return [hf.BertForMaskedLM(hf.BertConfig(**shape)), tokenizer]
 
 
-def whisper() -> list[Any]:
+def whisper(shape: dict[str, Any]) -> list[Any]:
     """Return a model of whisper-base's shape and vocabulary: 100 tokens a window, as speech has."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
@@ -98,7 +94,7 @@ def whisper() -> list[Any]:
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([f"<|{number * 0.02:.2f}|>" for number in range(1501)])
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
-    config = hf.WhisperConfig(vocab_size=len(tokenizer), **CONFIGS["whisper-base"])
+    config = hf.WhisperConfig(vocab_size=len(tokenizer), **shape)
     model = hf.WhisperForConditionalGeneration(config)
     model.generation_config = hf.GenerationConfig(
         max_new_tokens=100,
@@ -107,12 +103,12 @@ def whisper() -> list[Any]:
         task_to_id={task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")},
         no_timestamps_token_id=ids["<|notimestamps|>"],
         max_initial_timestamp_index=50,
-        **{name: id for name, id in CONFIGS["whisper-base"].items() if name.endswith("_token_id")},
+        **{name: id for name, id in shape.items() if name.endswith("_token_id")},
     )
     return [model, tokenizer, hf.WhisperFeatureExtractor()]
 
 
-def smolvlm() -> list[Any]:
+def smolvlm(shape: dict[str, Any]) -> list[Any]:
     """Return a model of SmolVLM-256M's shape with the demo's tokenizer."""
     import torch
 
@@ -121,7 +117,7 @@ def smolvlm() -> list[Any]:
     tokenizer.add_tokens([*IMAGE_TOKENS, *TILE_TOKENS], special_tokens=True)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     config = hf.Idefics3Config(
-        **CONFIGS["smolvlm"],
+        **shape,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=pad,
     )

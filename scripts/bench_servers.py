@@ -78,7 +78,7 @@ def launch(
     """Return how to launch a server; `settings` are those of onequeue."""
     port, kind = free_port(), name.partition(":")[0]
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
-    dtype = ["--dtype", "float32" if arguments.bench == "embeddings" else arguments.dtype]
+    dtype = ["--dtype", "float32" if arguments.bench == "embeddings" else "bfloat16"]
     if kind == "vllm":
         command = [arguments.vllm, "serve", model, *dtype, "--max-model-len", "4096"]
         if arguments.bench == "embeddings":

@@ -211,9 +211,8 @@ class FakeGenerator:
         outcome = StepOutcome(StepReport(admitted=1, decode_tokens=1, total_s=0.001))
         for request in list(self.running):
             if not request.item.open:
-                self.running.remove(request)
                 self.dropped.append(request.prompt)
-                outcome.done.append((request.item, ClientGone("the client has gone")))
+                self.end(request, ClientGone("the client has gone"), outcome)
                 continue
             request.steps += 1
             request.item.progress_at = time.monotonic()
@@ -228,16 +227,18 @@ class FakeGenerator:
         if request.prompt == "hang" or (request.prompt == "big" and request.steps > BIG_WORDS):
             return
         if request.prompt.startswith("bad") and request.steps > 2 * (request.prompt == "bad later"):
-            self.running.remove(request)
-            outcome.done.append((request.item, ItemFailed("the model failed on this input")))
+            self.end(request, ItemFailed("the model failed on this input"), outcome)
             return
         for number, choice in enumerate(request.choices):
             if not choice.done:
                 choice.push(next_delta(payload, request, number, choice))
                 outcome.deltas.append((request.item, choice))
         if all(choice.done for choice in request.choices):
-            self.running.remove(request)
-            outcome.done.append((request.item, None))
+            self.end(request, None, outcome)
+
+    def end(self, request: Running, error: Exception | None, outcome: StepOutcome) -> None:
+        self.running.remove(request)
+        outcome.done.append((request.item, error))
 
     def clear(self) -> list[WorkItem]:
         items: list[WorkItem] = [request.item for request in self.running]

@@ -12,23 +12,14 @@ Steps wait for `gate`.
 """
 
 import math
-import threading
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from batching.errors import ClientGone, InvalidInput, ItemFailed
+from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from batching.step_times import StepTimes
+from tests.fake_generator import FakeGenerator, Running
 from worker.media.audio import Recording
 from worker.messages.deltas import TokenLogprob
-from worker.messages.protocol import (
-    ALONE,
-    Fallback,
-    ModelInfo,
-    OtherModels,
-    StepOutcome,
-    StepReport,
-)
+from worker.messages.protocol import ModelInfo, StepOutcome
 from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 RATE = 16_000
@@ -36,34 +27,13 @@ LANGUAGES = {"de": "german", "en": "english"}
 SAID = [[" Good", " morning", ","], [" <Jürgen>", " &", " co", "."], [" Three", " -->", " four"]]
 
 
-@dataclass
-class RunningItem:
-    item: WorkItem[TranscriptionInput, float]
-    seconds: float
-    steps: int = 0
+class FakeTranscriber(FakeGenerator):
+    info = ModelInfo("automatic-speech-recognition", "fake", "cpu", "float32", 0, "continuous")
+    text_model: Any = None
 
-
-@dataclass
-class FakeTranscriber:
-    info: ModelInfo = field(
-        default=ModelInfo("automatic-speech-recognition", "fake", "cpu", "float32", 0, "continuous")
-    )
-    running: list[RunningItem] = field(default_factory=list)
-    payloads: list[TranscriptionInput] = field(default_factory=list)
-    dropped: int = 0  # items that were cancelled
-    max_s: float = 7200.0
-    text_model: None = None
-    others: OtherModels = ALONE
-    compile_state: Literal["running", "done", "off"] = "off"
-    stage = ""
-    fallbacks: tuple[Fallback, ...] = ()
-    times: StepTimes = field(default_factory=StepTimes)
-
-    def __post_init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-
-    # ── in pool threads ──
+    def __init__(self, max_s: float = 7200.0) -> None:
+        super().__init__()
+        self.max_s = max_s
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         payload: TranscriptionInput = item.payload
@@ -75,64 +45,26 @@ class FakeTranscriber:
                 start += len(window)
             item.prepared = recording.seconds
 
-    # ── on the worker's thread ──
-
-    def warm_up(self) -> None: ...
-
     def add(self, item: WorkItem[Any, Any]) -> None:
         self.payloads.append(item.payload)
-        self.running.append(RunningItem(item, item.prepared))
+        self.running.append(Running(item, item.payload.prompt))
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.running)
-
-    def due_at(self, idle_since: float) -> float | None:
-        return idle_since if self.running else None
-
-    def finish(self, item: WorkItem, raw: Any) -> Any:
-        raise NotImplementedError
-
-    def step(self, idle_since: float = 0.0) -> StepOutcome:
-        assert self.gate.wait(60)
-        outcome = StepOutcome(StepReport(admitted=1, running=len(self.running)))
-        for running in list(self.running):
-            if not running.item.open:
-                self.dropped += 1
-                self._end(running, ClientGone("the client has gone"), outcome)
-                continue
-            running.steps += 1
-            self._advance(running, outcome)
-        if not outcome.deltas:
-            threading.Event().wait(0.002)  # the item is due again at once: avoid a busy loop
-        return outcome
-
-    def _advance(self, running: RunningItem, outcome: StepOutcome) -> None:
-        payload = running.item.payload
-        n, prompt = running.steps - 1, payload.prompt
+    def _advance(self, request: Running, outcome: StepOutcome) -> None:
+        payload: Any = request.item.payload
+        seconds: Any = request.item.prepared
+        n, prompt = request.steps - 1, request.prompt
         if prompt == "hang":
             return
         if prompt.startswith("bad") and n == 2 * (prompt == "bad later"):
-            self._end(running, ItemFailed("the model failed on this input"), outcome)
+            self.end(request, ItemFailed("the model failed on this input"), outcome)
             return
         if prompt == "silence":
-            delta = TranscriptDelta("", None, (), "en", running.seconds)
+            delta = TranscriptDelta("", None, (), "en", seconds)
         else:
-            delta = scripted_delta(n, payload, running.seconds)
-        outcome.deltas.append((running.item, delta))
+            delta = scripted_delta(n, payload, seconds)
+        outcome.deltas.append((request.item, delta))
         if prompt == "silence" or n == len(SAID) - 1:
-            self._end(running, None, outcome)
-
-    def _end(self, running: RunningItem, error: Exception | None, outcome: StepOutcome) -> None:
-        self.running.remove(running)
-        outcome.done.append((running.item, error))
-
-    def clear(self) -> list[WorkItem]:
-        items: list[WorkItem] = [running.item for running in self.running]
-        self.running.clear()
-        return items
-
-    def close(self) -> None: ...
+            self.end(request, None, outcome)
 
 
 def scripted_delta(n: int, payload: TranscriptionInput, seconds: float) -> TranscriptDelta:

@@ -216,7 +216,8 @@ def write_gguf(file: Path, quantization: str = "Q8_0", layers: int = 0) -> Path:
 
 def write_mxfp4(folder: Path, source: Path) -> Path:
     """Write a GPT-OSS whose experts are MXFP4: blocks of 32 inputs, with one exponent each."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    write_config(folder, section, source)
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, weight in load_file(source / "model.safetensors").items():
@@ -228,8 +229,5 @@ def write_mxfp4(folder: Path, source: Path) -> Path:
         codes = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(120, 124, shape, dtype=torch.uint8, generator=generator)
         weights |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-    config = json.loads((source / "config.json").read_text())
-    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

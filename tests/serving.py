@@ -119,6 +119,16 @@ def server_fixture(*arguments: Any, **settings: Any) -> Any:
     return pytest.fixture(scope="module")(server)
 
 
+def chat_server_fixture(**settings: Any) -> Any:
+    """Return a fixture: `serving` with the generator of a module and these settings."""
+
+    def server(generator: Generator) -> Iterator[Server]:
+        with serving(load_chat=lambda: generator, **settings) as started:
+            yield started
+
+    return pytest.fixture(scope="module")(server)
+
+
 class ManualTimers:
     """The worker client's event loop, with timers that fire only when a test fires them."""
 

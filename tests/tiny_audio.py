@@ -33,12 +33,7 @@ def new_tokenizer(*tokens: str, audio: str, image: str = "IMAGE", **named: str) 
     """A tokenizer with special tokens. `audio` and `image`: what the template renders for one."""
     audio_part = "{% if part.type == 'audio' %}" + audio + "{% elif part.type == 'image' %}IMAGE"
     template = TEMPLATE.replace("{% if part.type == 'image' %}IMAGE", audio_part)
-    tokenizer = llama_tokenizer(template.replace("IMAGE", image))
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
-    for name, token in named.items():
-        setattr(tokenizer, name, token)
-    tokenizer.model_max_length = CONTEXT
-    return tokenizer
+    return tiny_multimodal.new_tokenizer(*tokens, image=image, template=template, **named)
 
 
 def mels(**more: Any) -> Any:

@@ -21,6 +21,11 @@ from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 
 STATE = "I was charged twice for my order, and the second parcel never came. " * 4
+QUESTIONS = {
+    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
+    "tone": {"type": "choice", "criteria": {"calm": "polite", "angry": None, "sad": None}},
+    "urgency": {"type": "score", "criteria": ["can wait", "this week", "today"]},
+}
 PAIRS = ["AB", "AC", "BA", "CD"]  # labels beyond the letters
 
 

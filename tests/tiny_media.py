@@ -92,31 +92,16 @@ def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
     }
 
 
-def clip() -> list[Any]:
+def text_and_image(family: str, head: str, size: dict[str, int]) -> list[Any]:
     tokenizer = new_tokenizer()
-    config = hf.CLIPConfig(
+    config = getattr(hf, f"{family}Config")(
         text_config=text_config(tokenizer),
         vision_config=VISION,
         projection_dim=32,
         initializer_factor=5.0,
     )
-    processor = hf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SIZE)
-    return [hf.CLIPModel(config), processor, tokenizer]
-
-
-def owlvit() -> list[Any]:
-    tokenizer = new_tokenizer()
-    config = hf.OwlViTConfig(
-        text_config=text_config(tokenizer),
-        vision_config=VISION,
-        projection_dim=32,
-        initializer_factor=5.0,
-    )
-    return [
-        hf.OwlViTForObjectDetection(config),
-        hf.OwlViTImageProcessorPil(size=SIZE, crop_size=SIZE),
-        tokenizer,
-    ]
+    processor = getattr(hf, f"{family}ImageProcessorPil")(size=size, crop_size=SIZE)
+    return [getattr(hf, f"{family}{head}")(config), processor, tokenizer]
 
 
 def clap() -> list[Any]:
@@ -223,8 +208,8 @@ tiny.BUILDERS.update(
         "yolos": yolos,
         "detr": lambda: detr("ObjectDetection"),
         "detr-panoptic": lambda: detr("Segmentation"),
-        "clip": clip,
-        "owlvit": owlvit,
+        "clip": lambda: text_and_image("CLIP", "Model", {"shortest_edge": 32}),
+        "owlvit": lambda: text_and_image("OwlViT", "ForObjectDetection", SIZE),
         "clap": clap,
         "vits": vits,
         "llava": tiny_multimodal.llava,

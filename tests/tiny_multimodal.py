@@ -39,9 +39,9 @@ def folder(name: str) -> Path:
     return saved(f"multimodal-{name}", BUILDERS[name]())
 
 
-def new_tokenizer(*tokens: str, image: str, **named: str) -> Any:
+def new_tokenizer(*tokens: str, image: str, template: str = TEMPLATE, **named: str) -> Any:
     """A tokenizer with special tokens for images. `image`: what the template renders for one."""
-    tokenizer = llama_tokenizer(TEMPLATE.replace("IMAGE", image))
+    tokenizer = llama_tokenizer(template.replace("IMAGE", image))
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     for name, token in named.items():
         setattr(tokenizer, name, token)

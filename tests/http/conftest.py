@@ -7,7 +7,7 @@ import pytest
 from tests import sdk
 from tests.fake_generator import FakeGenerator
 from tests.sdk import Sdk
-from tests.serving import Server, serving
+from tests.serving import chat_server_fixture
 
 
 @pytest.fixture(scope="module")
@@ -15,10 +15,7 @@ def generator() -> FakeGenerator:
     return FakeGenerator()
 
 
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as started:
-        yield started
+server = chat_server_fixture()
 
 
 @pytest.fixture(scope="package")

@@ -1,7 +1,6 @@
 """Bodies of generation requests over a real socket: null, nested, malformed and large ones."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,17 +10,14 @@ from server.apis.openai.chat import ChatRequest
 from server.apis.openai.responses.request import ResponseRequest
 from tests.event_streams import CLIENT, chat, error_of, post
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, serving
+from tests.serving import Server, chat_server_fixture
 from worker.messages.generation import Chat, Sampling, Stopping
 
 PATH, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WHOLE = "Hello there, wörld!"
 
 
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator, chat_model="org/model") as started:
-        yield started
+server = chat_server_fixture(chat_model="org/model")
 
 
 def refused(server: Server, **body: Any) -> dict[str, str]:

@@ -4,7 +4,6 @@ fake generator."""
 import base64
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from server.http import fetch
 from tests.event_streams import error_of, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_fetch import IMAGE, replying
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, chat_server_fixture, serving, wait_until
 from worker.messages.generation import Chat, MediaInput
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -30,10 +29,7 @@ def generator() -> FakeGenerator:
     return fake
 
 
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator, image_fetch=("127.0.0.1",)) as started:
-        yield started
+server = chat_server_fixture(image_fetch=("127.0.0.1",))
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,8 @@ from tests.event_streams import CLIENT, error_of, post
 from tests.model.test_decision_config import ASSETS, ON_IMAGES, PHOTO, asset
 from tests.model.test_decisions import assert_close, library
 from tests.serving import Server, metric, serving
+from tests.tiny_decisions import QUESTIONS
 
-QUESTIONS = {
-    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
-    "tone": {"type": "choice", "criteria": {"calm": "polite", "angry": None, "sad": None}},
-    "urgency": {"type": "score", "criteria": ["can wait", "this week", "today"]},
-}
 STATE = "I was charged twice for my order and want my money back, please. " * 3
 ASKED = {"state": STATE, "questions": QUESTIONS}
 

@@ -1,7 +1,6 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API over the path of chats."""
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,7 +9,7 @@ import pytest
 from server.core.sealing import seal, unseal
 from tests.event_streams import CLIENT, open_stream, read_until
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, serving
+from tests.serving import Server, chat_server_fixture, serving
 from worker.messages.generation import Chat
 
 PATH = "/v1/messages"
@@ -22,11 +21,7 @@ CALL = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
 Document = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    aliases = ("claude-*=demo",)
-    with serving(load_chat=lambda: generator, model_aliases=aliases, api_keys=("key",)) as started:
-        yield started
+server = chat_server_fixture(model_aliases=("claude-*=demo",), api_keys=("key",))
 
 
 def post(server: Server, path: str = PATH, **fields: Any) -> httpx.Response:

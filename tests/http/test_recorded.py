@@ -27,9 +27,9 @@ from batching.request_queue import WorkItem
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
+from tests.fakes import FakeRunner
 from tests.response_events import events, response_document
 from tests.serving import Server, serving, wait_until
-from worker.messages.generation import TEXT_ONLY, transcription_chat
 from worker.messages.protocol import ModelInfo, StepOutcome
 from worker.messages.scoring import ScoringOutput
 
@@ -67,12 +67,8 @@ class PacedGenerator(FakeGenerator):
         return super().step(idle_since)
 
 
-class PacedTranscriber(FakeTranscriber):
-    loop: asyncio.AbstractEventLoop | None = None
-
-    def step(self, idle_since: float = 0.0) -> StepOutcome:
-        wait_for_readers(self.loop)
-        return super().step(idle_since)
+class PacedTranscriber(FakeTranscriber, PacedGenerator):
+    pass
 
 
 def wait_for_readers(loop: asyncio.AbstractEventLoop | None) -> None:
@@ -86,17 +82,10 @@ def wait_for_readers(loop: asyncio.AbstractEventLoop | None) -> None:
 Models = tuple[PacedGenerator, PacedTranscriber]
 
 
-class FakeReranker:
+class FakeReranker(FakeRunner):
     """Scores a document by its length."""
 
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
-    max_model_len = 512
-    refused_media = TEXT_ONLY
-    transcription_chat = staticmethod(transcription_chat)
-
-    @property
-    def text_model(self) -> Any:
-        return self
 
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = [len(document) for _, document in item.payload.pairs]
@@ -106,8 +95,6 @@ class FakeReranker:
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
         return ScoringOutput([1 - 1 / (1 + entry / 3) for entry in raw], sum(raw))
-
-    def warm_up(self) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Stored responses and their items are visible only to the API key that has stored them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,17 +8,14 @@ import pytest
 from tests.event_streams import CLIENT, error_of
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, chat_server_fixture, serving, wait_until
 
 KEYS = ("mine", "other")
 ROUTES = [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")]
 ITEM = {"type": "message", "role": "user", "content": "private", "id": "msg_1"}
 
 
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator, api_keys=KEYS) as started:
-        yield started
+server = chat_server_fixture(api_keys=KEYS)
 
 
 def request(

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -12,18 +11,14 @@ import pytest
 from tests import sdk
 from tests.fake_generator import FakeGenerator
 from tests.sdk import Sdk
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, chat_server_fixture, wait_until
 
 WHOLE = "Hello there, wörld!"
 LOOK: Any = {"name": "look", "description": "Look", "input_schema": {"type": "object"}}
 SAY_CALL = 'say *why then !look ={"a": =1}'
 
 
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    aliases = ("claude-*=demo",)
-    with serving(load_chat=lambda: generator, api_keys=("key",), model_aliases=aliases) as started:
-        yield started
+server = chat_server_fixture(model_aliases=("claude-*=demo",), api_keys=("key",))
 
 
 @pytest.fixture(scope="module")

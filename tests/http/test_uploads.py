@@ -181,7 +181,7 @@ def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_disconnect_ends_the_transcription(server: Server, speaker: FakeTranscriber) -> None:
-    dropped = speaker.dropped
+    dropped = len(speaker.dropped)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             server.url + PATH,
@@ -189,7 +189,7 @@ def test_a_disconnect_ends_the_transcription(server: Server, speaker: FakeTransc
             data={"prompt": "hang"},
             timeout=httpx.Timeout(60, read=0.5),
         )
-    wait_until(lambda: speaker.dropped == dropped + 1)
+    wait_until(lambda: len(speaker.dropped) == dropped + 1)
 
 
 def test_the_deadline_covers_the_first_segment(server: Server, speaker: FakeTranscriber) -> None:

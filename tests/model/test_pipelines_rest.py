@@ -15,6 +15,7 @@ from batching.errors import InvalidInput
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import assert_same, item, oracle, refusal, runner, serve, text
+from tests.tiny_decisions import QUESTIONS
 from worker.engines.pipeline.limits import values_per_pixel
 from worker.media.inputs import to_json
 
@@ -208,13 +209,6 @@ def test_an_output_as_large_as_the_image_uses_the_decode_limit_too(
     monkeypatch.setattr(run.decode_limiter, "size", 40 * 30 + 1)
     with pytest.raises(InvalidInput, match=f"where each gets {values} values"):
         run.prepare(item(IMAGES[0]))
-
-
-QUESTIONS = {
-    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
-    "tone": {"type": "choice", "criteria": {"calm": "polite", "angry": None, "sad": None}},
-    "urgency": {"type": "score", "criteria": ["can wait", "this week", "today"]},
-}
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,13 @@ MODELS = ("llama", "qwen3.5", "deepseek-v3", "gemma3", "granite4", "lfm2")
 PROMPT = [ORDINARY[n * n % 290] for n in range(160)]
 READ = 176  # tokens of full blocks of a turn
 NEXT = [ORDINARY[n * 7 % 290] for n in range(30)]
+PARTS = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
+
+Stored = Callable[..., StoredEngine]
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StoredEngine]:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """Return a function that makes an engine, as after a restart; the engines share a folder."""
     monkeypatch.setattr(stored_engine, "NICENESS", 0)  # other processes may take all cores
 
@@ -78,9 +81,7 @@ def changed(item: Request, **changes: Any) -> Request:
 
 
 @pytest.mark.parametrize("model", matrix(MODELS, "llama", "qwen3.5", "deepseek-v3"))
-def test_the_second_turn_after_a_restart_reads_the_first(
-    model: str, stored: Callable[..., StoredEngine]
-) -> None:
+def test_the_second_turn_after_a_restart_reads_the_first(model: str, stored: Stored) -> None:
     prompt = first_turn(stored(model))
     expected, computed = turn(engine(model), request(prompt, max_tokens=20))
     served, driver = turn(stored(model), request(prompt, max_tokens=20))
@@ -92,7 +93,7 @@ def test_the_second_turn_after_a_restart_reads_the_first(
     assert driver.total("read_bytes") > 0
 
 
-def test_the_third_turn_writes_what_is_new(stored: Callable[..., StoredEngine]) -> None:
+def test_the_third_turn_writes_what_is_new(stored: Stored) -> None:
     prompt = first_turn(stored("qwen3.5"))
     generator = stored("qwen3.5")
     served, _ = turn(generator, request(prompt, max_tokens=20))
@@ -105,33 +106,29 @@ def test_the_third_turn_writes_what_is_new(stored: Callable[..., StoredEngine]) 
 
 
 @pytest.mark.parametrize("model", matrix(("qwen2-vl", "qwen3.5-vl"), "qwen3.5-vl"))
-def test_a_prefix_with_an_image_is_read_for_this_image_alone(
-    model: str, stored: Callable[..., StoredEngine]
-) -> None:
-    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
-    expected, _ = turn(stored(model), multimodal.request(*parts))
+def test_a_prefix_with_an_image_is_read_for_this_image_alone(model: str, stored: Stored) -> None:
+    expected, _ = turn(stored(model), multimodal.request(*PARTS))
     generator = stored(model)
-    turn(generator, multimodal.request(*parts))
+    turn(generator, multimodal.request(*PARTS))
     generator.flush()
-    served, driver = turn(stored(model), multimodal.request(*parts))
+    served, driver = turn(stored(model), multimodal.request(*PARTS))
     assert served.ids == expected.ids
     read = driver.total("read_tokens")
     assert read >= 48
-    _, driver = turn(stored(model), multimodal.request(parts[0], multimodal.png(1), parts[2]))
+    _, driver = turn(stored(model), multimodal.request(PARTS[0], multimodal.png(1), PARTS[2]))
     assert driver.total("read_tokens") < read
 
 
 def test_another_decoder_of_media_reads_nothing(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
     generator = stored("qwen2-vl")
-    turn(generator, multimodal.request(*parts))
+    turn(generator, multimodal.request(*PARTS))
     generator.flush()
     versions = [(name, version + ".1") for name, version in fingerprint.versions()]
     assert "pillow" in dict(versions)
     monkeypatch.setattr(fingerprint, "versions", lambda: versions)
-    _, driver = turn(stored("qwen2-vl"), multimodal.request(*parts))
+    _, driver = turn(stored("qwen2-vl"), multimodal.request(*PARTS))
     assert driver.total("read_tokens") == 0
 
 
@@ -147,14 +144,14 @@ def test_all_code_that_numbers_depend_on_is_in_the_digest(
     assert digest() != before
 
 
-def test_another_namespace_reads_nothing(stored: Callable[..., StoredEngine]) -> None:
+def test_another_namespace_reads_nothing(stored: Stored) -> None:
     prompt = first_turn(stored("llama"), cache_namespace=b"alice")
     for namespace, expected in ((b"bob", 0), (b"", 0), (b"alice", READ)):
         item = changed(request(prompt), cache_namespace=namespace)
         assert turn(stored("llama"), item)[1].total("read_tokens") == expected
 
 
-def test_other_weights_read_nothing(stored: Callable[..., StoredEngine]) -> None:
+def test_other_weights_read_nothing(stored: Stored) -> None:
     prompt = first_turn(stored("llama"))
     model = loaded("llama").runner.language.model
     bias = next(iter(model.parameters())).data.view(-1)[-1:]
@@ -166,9 +163,7 @@ def test_other_weights_read_nothing(stored: Callable[..., StoredEngine]) -> None
 
 
 @pytest.mark.parametrize("forms", [{"": b"another compilation"}, {}], ids=["another", "unknown"])
-def test_another_form_reads_nothing(
-    forms: dict[Any, bytes], stored: Callable[..., StoredEngine]
-) -> None:
+def test_another_form_reads_nothing(forms: dict[Any, bytes], stored: Stored) -> None:
     prompt = first_turn(stored("llama"))
     generator = stored("llama")
     generator._forms = forms
@@ -176,9 +171,7 @@ def test_another_form_reads_nothing(
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3.5"])
-def test_damaged_segments_are_computed(
-    model: str, tmp_path: Path, stored: Callable[..., StoredEngine]
-) -> None:
+def test_damaged_segments_are_computed(model: str, tmp_path: Path, stored: Stored) -> None:
     prompt = first_turn(stored(model))
     expected, _ = turn(engine(model), request(prompt))
     for file in (tmp_path / "kv").glob("*.segment"):
@@ -213,12 +206,15 @@ class Gate:
         monkeypatch.setattr(SegmentStore, "read", gated)
 
 
-def test_others_run_while_a_prefix_is_read(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def test_others_run_while_a_prefix_is_read(stored: Stored, gate: Gate) -> None:
     prompt = first_turn(stored("llama"))
     expected, _ = turn(engine("llama"), request(prompt))
-    gate, driver = Gate(monkeypatch), Driver(stored("llama"))
+    driver = Driver(stored("llama"))
     waiting = driver.add(request(prompt))
     other = driver.add(request(NEXT, max_tokens=8))
     while not other.done:
@@ -235,15 +231,14 @@ def test_others_run_while_a_prefix_is_read(
 
 
 def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, gate: Gate
 ) -> None:
-    parts = "What are these, and for what? ", multimodal.png(0), " Tell me, please, all of it!"
     generator = stored("qwen3.5-vl")
-    turn(generator, multimodal.request(*parts))
+    turn(generator, multimodal.request(*PARTS))
     generator.flush()
-    gate, generator = Gate(monkeypatch), stored("qwen3.5-vl")
+    generator = stored("qwen3.5-vl")
     driver = Driver(generator)
-    driver.add(multimodal.request(*parts))
+    driver.add(multimodal.request(*PARTS))
     while not generator._readings:  # the image is encoded first
         driver.step()
     assert generator.step() is None
@@ -254,10 +249,10 @@ def test_nothing_is_to_be_done_while_a_prefix_with_an_image_is_read(
 
 
 def test_nothing_is_to_be_done_while_others_wait_for_the_blocks_of_a_read(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, gate: Gate
 ) -> None:
     prompt = first_turn(stored("llama"))
-    gate, driver = Gate(monkeypatch), Driver(stored("llama", blocks=20))
+    driver = Driver(stored("llama", blocks=20))
     driver.add(request(prompt))
     other = driver.add(request(PROMPT[::-1], max_tokens=8))
     driver.step()
@@ -273,10 +268,10 @@ def test_nothing_is_to_be_done_while_others_wait_for_the_blocks_of_a_read(
 
 
 def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, gate: Gate
 ) -> None:
     prompt = first_turn(stored("llama"))
-    gate, driver = Gate(monkeypatch), Driver(stored("llama", blocks=24))
+    driver = Driver(stored("llama", blocks=24))
     running = driver.add(request(PROMPT[::-1], max_tokens=60))
     driver.step()
     driver.add(request(prompt))
@@ -287,15 +282,13 @@ def test_a_read_takes_no_blocks_that_a_running_sequence_will_need(
     assert driver.total("read_tokens") == READ
 
 
-def test_the_shortest_prefix_is_read_next(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shortest_prefix_is_read_next(stored: Stored, gate: Gate) -> None:
     generator = stored("llama")
     lengths = 100, 160, 80
     prompts = [[token, *PROMPT[: length - 1]] for token, length in zip(NEXT, lengths, strict=False)]
     prompts = [[*p, *turn(generator, request(p))[0].ids[0], *NEXT] for p in prompts]
     generator.flush()
-    gate, driver = Gate(monkeypatch), Driver(stored("llama"))
+    driver = Driver(stored("llama"))
     for prompt in prompts:
         driver.add(request(prompt))
         driver.step()
@@ -305,7 +298,7 @@ def test_the_shortest_prefix_is_read_next(
     assert gate.counts == [6, 5, 10]  # the first one had begun
 
 
-def test_reads_are_tried_again_after_a_slow_one(stored: Callable[..., StoredEngine]) -> None:
+def test_reads_are_tried_again_after_a_slow_one(stored: Stored) -> None:
     prompt = first_turn(stored("llama"))
     generator = stored("llama")
     generator.times.learn(512, 0, 1.0)
@@ -320,7 +313,7 @@ def test_reads_are_tried_again_after_a_slow_one(stored: Callable[..., StoredEngi
 
 
 def test_the_time_of_a_read_is_that_of_the_tokens_not_in_memory(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, now, read = first_turn(stored("llama")), [1.0], SegmentStore.read
 
@@ -337,11 +330,9 @@ def test_the_time_of_a_read_is_that_of_the_tokens_not_in_memory(
     assert generator._read_token_s == 2 / (READ - 64)  # in two segments
 
 
-def test_a_client_may_leave_while_its_prefix_is_read(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_may_leave_while_its_prefix_is_read(stored: Stored, gate: Gate) -> None:
     prompt = first_turn(stored("qwen3.5"))
-    gate, driver = Gate(monkeypatch), Driver(stored("qwen3.5"))
+    driver = Driver(stored("qwen3.5"))
     waiting = driver.add(request(prompt))
     driver.step()
     assert gate.reached.wait(60)
@@ -353,11 +344,9 @@ def test_a_client_may_leave_while_its_prefix_is_read(
     assert again.sequences[0].cached == READ  # the blocks that were read are in memory
 
 
-def test_blocks_are_left_alone_after_the_pool_is_replaced(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_left_alone_after_the_pool_is_replaced(stored: Stored, gate: Gate) -> None:
     prompt = first_turn(stored("llama"))
-    gate, generator = Gate(monkeypatch), stored("llama")
+    generator = stored("llama")
     driver = Driver(generator)
     driver.add(request(prompt))
     driver.step()
@@ -371,7 +360,7 @@ def test_blocks_are_left_alone_after_the_pool_is_replaced(
         assert keys.isnan().equal(old.isnan())
 
 
-def test_a_full_pool_computes_and_serves(stored: Callable[..., StoredEngine]) -> None:
+def test_a_full_pool_computes_and_serves(stored: Stored) -> None:
     prompt = first_turn(stored("llama"))
     expected, _ = turn(engine("llama"), request(prompt))
     generator = stored("llama", blocks=20)
@@ -382,9 +371,7 @@ def test_a_full_pool_computes_and_serves(stored: Callable[..., StoredEngine]) ->
     assert isinstance(generator.scheduler, ContinuousScheduler)
 
 
-def test_a_full_disk_is_no_failure(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_no_failure(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -404,7 +391,7 @@ def test_a_full_disk_is_no_failure(
 
 @pytest.mark.parametrize("limit", [2, 256])
 def test_of_many_sequences_that_wait_to_be_written_the_last_are(
-    limit: int, stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    limit: int, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_engine, "MAX_UNWRITTEN", limit)
     generator, prompts = stored("llama"), [[token, *PROMPT] for token in NEXT[:5]]
@@ -423,7 +410,7 @@ def test_of_many_sequences_that_wait_to_be_written_the_last_are(
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_the_blocks_of_unfinished_requests_are_written_at_the_end(
-    is_cancelled: bool, stored: Callable[..., StoredEngine]
+    is_cancelled: bool, stored: Stored
 ) -> None:
     generator = stored("llama")
     driver = Driver(generator)
@@ -438,11 +425,11 @@ def test_the_blocks_of_unfinished_requests_are_written_at_the_end(
 
 
 def test_a_prefix_is_computed_while_the_disk_hangs(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = first_turn(stored("llama"))
     expected, _ = turn(engine("llama"), request(prompt))
-    gate, generator = Gate(monkeypatch), stored("llama")
+    generator = stored("llama")
     monkeypatch.setattr(stored_engine, "READ_S", 0.0)
     driver = Driver(generator)
     for _ in range(2):  # no other read begins
@@ -458,7 +445,7 @@ def test_a_prefix_is_computed_while_the_disk_hangs(
 
 
 def test_a_finished_read_counts_however_late_the_next_step_is(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = first_turn(stored("llama"))
     generator, woken = stored("llama"), Woken()
@@ -472,7 +459,7 @@ def test_a_finished_read_counts_however_late_the_next_step_is(
 
 
 def test_preparing_goes_on_while_the_disk_hangs(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, opened, hanging = stored("llama"), threading.Event(), threading.Semaphore(0)
 
@@ -490,7 +477,7 @@ def test_preparing_goes_on_while_the_disk_hangs(
 
 
 def test_blocks_that_were_reused_are_not_written(
-    stored: Callable[..., StoredEngine], monkeypatch: pytest.MonkeyPatch
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer copies late: the pool has given the blocks to another prompt by then."""
     generator = stored("qwen3.5", blocks=24)

@@ -8,7 +8,7 @@ const LIMITS = "Kept in this browser until you delete them: at most 100 conversa
 // Calls `open` with the id of a conversation, and `onDelete` with the ids of deleted ones.
 export async function showConversations(open, onDelete) {
   const dialog = find("#conversations");
-  const [close, deleteAll] = [find("[data-action=close]", dialog), find("[data-action=delete-all]", dialog)];
+  const deleteAll = find("[data-action=delete-all]", dialog);
   const remove = async ids => {
     await deleteConversations(ids);
     onDelete(ids);
@@ -30,5 +30,4 @@ export async function showConversations(open, onDelete) {
   const ids = summaries?.map(({ id }) => id) ?? [];
   deleteAll.hidden = !ids.length;
   deleteAll.onclick = () => confirm(`Delete all ${ids.length} conversations?`) && remove(ids);
-  close.onclick = () => dialog.close();
 }
