@@ -13,9 +13,10 @@ from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.event_streams import CLIENT
 from tests.matrix import matrix
 from tests.model.test_pipelines_media import noise, wav
-from tests.model.test_pipelines_rest import IMAGES, QUESTIONS, encoded, opened
+from tests.model.test_pipelines_rest import IMAGES, encoded, opened
 from tests.parity import WORDS, assert_same, oracle, text
 from tests.serving import serving
+from tests.tiny_decisions import QUESTIONS
 from worker.media.inputs import to_json
 
 
