@@ -63,8 +63,8 @@ def load_native_ops() -> ctypes.CDLL:
 
 @cache
 def has_compiler() -> bool:
-    """Return whether this machine has the compiler that builds native operations, and whose version
-    tells which build is theirs."""
+    """Return whether this machine has the compiler of native operations. A build is found by
+    the compiler's version, so without one none is used."""
     from torch._inductor import cpp_builder  # seconds to import
 
     try:
