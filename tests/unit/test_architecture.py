@@ -62,9 +62,9 @@ OPTIONAL = (
     "server/http/fetch", "server/openapi", "server/web", "worker/adapter_folder",
     "worker/backends", "worker/engines/embedding", "worker/engines/generation/content_logprobs",
     "worker/engines/generation/decisions", "worker/engines/generation/text_pipeline",
-    "worker/engines/speech", "worker/grammar", "worker/model/compiling",
-    "worker/model/logit_changes", "worker/model/multimodal_batch", "worker/text/stop_strings",
-    "worker/vision",
+    "worker/engines/speech", "worker/grammar", "worker/model/attention/bidirectional",
+    "worker/model/compiling", "worker/model/logit_changes", "worker/model/multimodal_batch",
+    "worker/text/stop_strings", "worker/vision",
 )  # fmt: skip
 # A switch of the layers in worker/backends/cpu, not the layers.
 NOT_OPTIONAL = {"worker.backends.cpu.torch_only"}

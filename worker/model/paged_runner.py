@@ -35,9 +35,7 @@ from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import (
     AttentionBackend,
     AttentionMetadata,
-    BidirectionalMetadata,
     forward_context,
-    has_bidirectional_spans,
 )
 from worker.model.check import Reference, check
 from worker.model.decoder_hook import DecoderHook
@@ -209,11 +207,11 @@ class PagedRunner:
     def _run_multimodal(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
         embeddings are injected, as in its check, and the sequences have no other form."""
+        from worker.model.attention.bidirectional import backend_of
         from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
 
         backend = self.backend(form)
-        kind = BidirectionalMetadata if has_bidirectional_spans(batch) else backend
-        metadata = kind(self.cache, batch)
+        metadata = backend_of(batch, backend)(self.cache, batch)
         metadata.torch_only = backend is AttentionMetadata
         positions = to_device(multimodal_position_ids(batch).numpy(), self.cache.device)
         indices, rows = injected_rows(batch)

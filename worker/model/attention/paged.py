@@ -5,8 +5,8 @@ step's backend through the thread that runs the model. A layer first writes keys
 blocks that the scheduler assigned (batching/block_pool.py); then each token attends to its own
 sequence. AttentionMetadata does this with torch's functions; other backends are NativeMetadata
 (native.py, CPUs with a compiler), RowsMetadata (backends/cuda/cuda_graphs.py, few rows on a GPU),
-MixedMetadata (mixed.py, prompts beside such rows) and VarlenMetadata (varlen.py, the same by flash
-attention).
+MixedMetadata (mixed.py, prompts beside such rows), VarlenMetadata (varlen.py, the same by flash
+attention) and BidirectionalMetadata (bidirectional.py, images whose tokens attend to later ones).
 """
 
 import threading
@@ -320,48 +320,6 @@ def _can_share_call(reach: Any, widths: Any) -> bool:
     """Return whether padding all spans to the longest costs less than a call for each."""
     similar = reach.max() <= max(reach.min() * MAX_REACH_RATIO, reach.min() + MAX_REACH_EXCESS)
     return bool(similar and widths.max() <= max(BLOCK, widths.min() * MAX_REACH_RATIO))
-
-
-# ── bidirectional spans of prompts ──
-
-
-def has_bidirectional_spans(batch: Batch) -> bool:
-    """Return whether tokens of the batch attend to later ones, as some models' image tokens do."""
-    inputs = (batch.chunks[number].sequence.multimodal for number in batch.multimodal_spans)
-    return any(multimodal and multimodal.bidirectional_spans for multimodal in inputs)
-
-
-class BidirectionalMetadata(AttentionMetadata):
-    """AttentionMetadata for prompts with spans of bidirectional attention.
-
-    Such a span runs in one step, or its beginning is in the cache. A row of the step also attends
-    to positions `firsts` to `lasts` [T] of its sequence.
-    """
-
-    def __init__(self, cache: KVCache, batch: Batch) -> None:
-        super().__init__(cache, batch)
-        self.firsts = np.array(batch.positions)
-        self.lasts = self.firsts.copy()
-        for number in batch.multimodal_spans:
-            multimodal = batch.chunks[number].sequence.multimodal
-            _, start, width = batch.spans[number]
-            shift = batch.offsets[number] - start
-            for first, stop in multimodal.bidirectional_spans if multimodal else ():
-                begin, end = max(first, start), min(stop, start + width)
-                if begin < end:
-                    self.firsts[begin + shift : end + shift] = first
-                    self.lasts[begin + shift : end + shift] = stop - 1
-
-    def groups(self, window: int, chunk: int, needs_mask: bool) -> list["SpanGroup"]:
-        return super().groups(window, chunk, True)
-
-    def _first_gathered(self, members: Any, window: int, chunk: int) -> Any:
-        first = super()._first_gathered(members, window, chunk)
-        return np.minimum(first, self.firsts[self.offsets[members]])
-
-    def _visible_range(self, queries: Any, window: int, chunk: int, rows: Any) -> Any:
-        first, last = super()._visible_range(queries, window, chunk, rows)
-        return np.minimum(first, self.firsts[rows]), np.maximum(last, self.lasts[rows])
 
 
 # ── one call for a group of spans ──
