@@ -175,7 +175,11 @@ class Settings:
         False,
         "on a GPU: the output does not depend on the batch, at a lower speed; a CPU ignores it",
     )
-    speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
+    speculation: str = setting(
+        "auto",
+        "draft tokens from the request's own text, on a CPU also from earlier outputs",
+        ("auto", "off"),
+    )
     simulated_model: str = setting(
         "none",
         "for measuring the host: steps of chat models take so many milliseconds and compute "

@@ -1,16 +1,21 @@
 """Drafts: as many in a step as pay, by the measured times of steps, and those of n-grams."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from batching.sequence import Chunk, Sequence, TokenIds
 from batching.step_times import StepTimes
 from worker.engines.generation.speculation import (
     INITIAL_ACCEPTANCE,
     MAX_DRAFT,
     MAX_INDEXED,
+    MAX_NGRAMS,
     MAX_ROWS,
     NgramDrafter,
+    NgramTable,
     Speculation,
 )
 
@@ -76,7 +81,7 @@ def test_rows_are_bounded_and_shared_equally(sequences: int) -> None:
     rooms = []
     for _ in range(sequences):
         rooms.append(room := speculation.allot_rows())
-        speculation.take(room)
+        speculation._free_rows -= room
     assert sum(rooms) == max(0, MAX_ROWS["cpu"] - sequences)
     assert max(rooms) - min(rooms) <= 1
 
@@ -158,3 +163,87 @@ def test_a_limit_of_zero_indexes_nothing() -> None:
     for _ in range(3):
         assert drafter.draft(tokens, 0) == ()
     assert [drafter.draft(tokens, 1) for _ in range(2)] == [(), (late + 3,)]
+
+
+# ── n-grams of other outputs ──
+
+
+def learned(
+    *outputs: list[int], prompt: list[int] | None = None, namespace: bytes = b""
+) -> NgramTable:
+    table = NgramTable()
+    for output in outputs:
+        sequence = decoding(prompt or [0], output, namespace)
+        table.learn(sequence, NgramDrafter())
+    return table
+
+
+def decoding(prompt: list[int], output: list[int], namespace: bytes = b"") -> Sequence:
+    sequence = Sequence(TokenIds(prompt), max_tokens=100, cache_namespace=namespace)
+    sequence.tokens.extend(output)
+    return sequence
+
+
+def test_a_token_is_drafted_after_one_and_two_tokens_of_another_output() -> None:
+    table = learned([1, 2, 3, 4], [5, 2, 6, 7])
+    assert table.draft(decoding([9], [1, 2]), 3, 0.0) == (3, 4)  # by two tokens
+    assert table.draft(decoding([9], [5, 2]), 3, 0.0) == (6, 7)
+    assert table.draft(decoding([9], [8, 2]), 1, 0.0) == (3,)  # by one: the first is kept
+    assert table.draft(decoding([2], []), 1, 0.0) == (3,)
+    assert table.draft(decoding([9], [4]), 3, 0.0) == ()
+
+
+def test_a_token_is_drafted_while_all_are_probably_right() -> None:
+    often = learned(*[[1, 2, 3, 4]] * 20)
+    assert often.draft(decoding([9], [1]), 3, 0.5) == (2, 3, 4)
+    once = learned([1, 2, 3, 4])
+    assert once.draft(decoding([9], [1]), 3, 0.5) == ()
+    assert once.draft(decoding([9], [1]), 3, 0.2) == (2,)
+
+
+def test_another_token_takes_the_place_of_one_that_no_longer_follows() -> None:
+    table = learned(*[[1, 2]] * 5, *[[1, 3]] * 30)
+    assert table.draft(decoding([9], [1]), 1, 0.0) == (3,)
+
+
+def test_prompts_and_other_namespaces_are_not_drafted() -> None:
+    table = learned([5, 6], prompt=[1, 2, 3])
+    assert table.draft(decoding([9], [1]), 1, 0.0) == ()
+    assert table.draft(decoding([9], [5]), 1, 0.0) == (6,)
+    assert table.draft(decoding([9], [5], b"another"), 1, 0.0) == ()
+
+
+def test_each_output_token_is_learned_once() -> None:
+    table, drafter = NgramTable(), NgramDrafter()
+    sequence = decoding([0], [1, 2])
+    table.learn(sequence, drafter)
+    before = dict(table._next)
+    table.learn(sequence, drafter)
+    assert before == table._next
+
+
+def test_ngrams_that_have_not_occurred_for_long_are_dropped() -> None:
+    table, drafter = learned([1, 2]), NgramDrafter()
+    sequence = decoding([0], [*range(10, 10 + MAX_NGRAMS)])
+    table.learn(sequence, drafter)
+    assert len(table._next) == MAX_NGRAMS
+    assert table.draft(decoding([9], [1]), 1, 0.0) == ()
+
+
+@pytest.mark.parametrize(("device", "drafts"), [("cpu", (3, 4)), ("cuda", ())])
+def test_outputs_of_other_requests_are_drafted_where_steps_are_read_at_once(
+    device: str, drafts: tuple[int, ...]
+) -> None:
+    speculation = Speculation(device, StepTimes())
+    unconstrained: Any = SimpleNamespace(tokens=1, constraints=None)
+    for output, expected in (([1, 2, 3, 4], ()), ([7, 1, 2], drafts)):
+        sequence = decoding([0], output)
+        speculation.add(sequence)
+        for _ in range(8):
+            speculation.begin_step(1)
+            assert speculation.draft(sequence, unconstrained) == expected
+        acceptance = speculation._drafters[sequence].acceptance
+        speculation.record_verified(Chunk(sequence, 0, 1, expected), 1)
+        # it is that of drafts from the sequence's own text
+        assert speculation._drafters[sequence].acceptance == acceptance
+        speculation.remove(sequence)

@@ -1,11 +1,12 @@
-"""Speculation: the drafted tokens of a step, from a sequence's own text or its grammar.
+"""Speculation: drafted tokens, from a sequence's own text, its grammar or n-grams of other outputs.
 
 A sequence gets as many drafts as gain more than they cost, by the times of steps (step_times.py).
 Drafts are verified in the same step, by sampling each position's token as without them: the output
 does not change. On the worker's thread.
 """
 
-from collections import abc
+from collections import OrderedDict, abc
+from typing import Any
 
 from batching.sequence import Chunk, Sequence
 from batching.step_times import ROW_SHARE, StepTimes
@@ -13,12 +14,16 @@ from worker.engines.generation.output import SequenceOutput
 
 MAX_ROWS = {"cpu": 32, "cuda": 64}  # of a step, drafts included: one reading of the weights
 DECAY = 0.98  # of the tokens and seconds that were counted, with each step
-NGRAM = 3  # tokens that must match
+NGRAM = 2  # tokens that must match
 MAX_DRAFT = 16  # tokens of a draft
 MAX_INDEXED = 512  # tokens indexed by one call: a long prompt takes several steps
 # Acceptance of a sequence's drafts: before the first one; the weight of each verified token; and
 # how much of the difference to the first value is regained with a step without drafts.
 INITIAL_ACCEPTANCE, NEW_SHARE, RECOVERY = 0.5, 0.2, 1 / 128
+MAX_NGRAMS = 100_000  # of an NgramTable, about 30 MB
+# Of a token in the table: its first probability, the one at which another token replaces it, and
+# the weight of each new token.
+INITIAL_PROBABILITY, MIN_PROBABILITY, TOKEN_SHARE = 0.3, 0.1, 0.1
 
 
 class Speculation:
@@ -31,6 +36,8 @@ class Speculation:
         self._max_rows = MAX_ROWS[device_type]
         self._free_rows = self._undrafted = 0  # rows for drafts, sequences without a draft yet
         self._drafters: dict[Sequence, NgramDrafter] = {}
+        # Other devices would wait for a step's results before the next step, for drafts' sake.
+        self._table = NgramTable() if device_type == "cpu" else None
         self._drafted: set[Sequence] = set()  # in this step
         self._tokens = self._seconds = 0.0  # of recent steps without prompts
 
@@ -55,9 +62,13 @@ class Speculation:
         self._drafted.add(sequence)
         limit = min(self.allot_rows(), sequence.max_tokens - output.tokens - 1)
         drafts = drafter.draft(sequence.tokens, self.worthwhile(drafter.acceptance, limit))
+        drafter.has_drafted = bool(drafts)
+        if self._table:
+            self._table.learn(sequence, drafter)
+            drafts = drafts or self._table.draft(sequence, limit, self.min_gain)
         if output.constraints:
             drafts = output.constraints.draft(drafts, limit)
-        self.take(len(drafts))
+        self._free_rows -= len(drafts)
         return drafts
 
     def waits_for(self, chunk: Chunk, output: SequenceOutput) -> bool:
@@ -78,7 +89,8 @@ class Speculation:
         """Record that a chunk with drafts has run and `appended` tokens of it were kept. Return
         the counts of a StepReport."""
         drafted, accepted = len(chunk.drafts), max(0, appended - 1)
-        if drafter := self._drafters.get(chunk.sequence):
+        drafter = self._drafters.get(chunk.sequence)
+        if drafter and drafter.has_drafted:
             drafter.record_verified(drafted, accepted)
         return {"drafted": drafted, "accepted": accepted}
 
@@ -95,9 +107,6 @@ class Speculation:
         share = -(-self._free_rows // max(1, self._undrafted))
         self._undrafted -= 1
         return share
-
-    def take(self, drafts: int) -> None:
-        self._free_rows -= drafts
 
     def worthwhile(self, acceptance: float, limit: int) -> int:
         """Return how many drafts gain more than they cost, at most `limit`. `acceptance`: the
@@ -120,12 +129,14 @@ class NgramDrafter:
     one sequence's n-grams, of prompt and output, by their last occurrence. `acceptance`: the
     learned probability that a drafted token is right if those before it are."""
 
-    __slots__ = ("_after", "_indexed", "acceptance")
+    __slots__ = ("_after", "_indexed", "acceptance", "has_drafted", "learned")
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram → index of the token behind it
         self._indexed = NGRAM  # n-grams that end before this index are in it
         self.acceptance = INITIAL_ACCEPTANCE
+        self.has_drafted = False  # the drafts of the last step
+        self.learned = 0  # tokens before this index are in the NgramTable, or belong to the prompt
 
     def draft(self, tokens: abc.Sequence[int], limit: int) -> tuple[int, ...]:
         """Return up to `limit` tokens that followed the last NGRAM tokens where these last occurred
@@ -150,3 +161,38 @@ class NgramDrafter:
         self.acceptance = 1 - remaining * (1 - self.acceptance)
         if accepted < drafted:
             self.acceptance *= 1 - NEW_SHARE
+
+
+class NgramTable:
+    """Tokens that mostly follow one or two others in the outputs of a cache namespace, and the
+    probability of each. Prompts are not in it."""
+
+    def __init__(self) -> None:
+        self._next = OrderedDict[tuple[Any, ...], tuple[int, float]]()
+
+    def learn(self, sequence: Sequence, drafter: NgramDrafter) -> None:
+        """Learn the output tokens that are new since the last call."""
+        space, tokens = sequence.cache_namespace, sequence.tokens
+        for end in range(max(2, sequence.prompt_len, drafter.learned), len(tokens)):
+            before, last, new = tokens[end - 2 : end + 1]
+            for ngram in ((space, before, last), (space, last)):
+                token, probability = self._next.pop(ngram, (new, INITIAL_PROBABILITY))
+                probability += TOKEN_SHARE * ((token == new) - probability)
+                if probability < MIN_PROBABILITY:
+                    token, probability = new, INITIAL_PROBABILITY
+                self._next[ngram] = token, probability
+        drafter.learned = len(tokens)
+        while len(self._next) > MAX_NGRAMS:
+            self._next.popitem(last=False)
+
+    def draft(self, sequence: Sequence, limit: int, min_gain: float) -> tuple[int, ...]:
+        """Return up to `limit` tokens, all of them right with a probability above `min_gain`."""
+        space, probability, drafts = sequence.cache_namespace, 1.0, list[int]()
+        before, last = (-1, *sequence.tokens[-2:])[-2:]
+        while len(drafts) < limit:
+            found = self._next.get((space, before, last)) or self._next.get((space, last))
+            if found is None or (probability := probability * found[1]) <= min_gain:
+                break
+            before, last = last, found[0]
+            drafts.append(last)
+        return tuple(drafts)
