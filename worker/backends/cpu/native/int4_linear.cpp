@@ -33,7 +33,8 @@ struct Factors {
 struct Int4Weights {
   static constexpr int ZERO = 8, ROWS = 4;
   static constexpr int64_t BLOCK_BYTES = INT4_BYTES;
-  static constexpr int64_t PREFETCH = 0, BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
+  static constexpr bool PREFETCHES = false;
+  static constexpr int64_t BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
   static constexpr int64_t DIRECT_PASSES = 2;
   const uint8_t* blocks;
 

@@ -10,11 +10,10 @@
 
 namespace {
 
-constexpr int64_t PREFETCH_BYTES = 8192;
 constexpr int64_t MAX_ROWS = 288;  // that a thread multiplies with a group of columns at a time
 constexpr int64_t MIN_ROWS = 2 * LANES;  // shares of rows are multiples: those of AMX tiles
 constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
-constexpr int64_t FEW_ROWS_DEPTH = 64;  // in the level 1 cache: few rows wait for memory
+constexpr int64_t FEW_ROWS_BYTES = 24576;  // in the level 1 cache: few rows wait for memory
 
 // How many rows a thread multiplies with a group of columns at a time, `most` or fewer. All shares have
 // about as many: with a full one and a small one, the thread of the small one would wait.
@@ -42,7 +41,8 @@ void multiply_shares(const Layer& layer, int64_t rows, int64_t columns, int64_t 
 // Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
 template <typename T, int64_t GROUP>
 struct PackedWeights {
-  static constexpr int64_t PREFETCH = PREFETCH_BYTES, BUFFER = 1;
+  static constexpr bool PREFETCHES = true;
+  static constexpr int64_t BUFFER = 1;
   const T* groups;
 
   // Some lines of a group, in place.
@@ -77,11 +77,12 @@ struct Linear {
   void sum(int64_t row, int64_t count, int64_t group, float* sums) const {
     const Multiplier<T> multiplier(count);
     alignas(64) T buffer[Weights::BUFFER];
-    const int64_t most = count <= 2 * LANES && !has_tiles() ? FEW_ROWS_DEPTH : MAX_DEPTH;
+    const bool few = count <= 2 * LANES && !has_tiles();
+    const int64_t most = few ? FEW_ROWS_BYTES / (GROUP * int64_t(sizeof(T))) : MAX_DEPTH;
     for (int64_t k = 0; k < depth; k += most) {
       const int64_t deep = std::min(most, depth - k);
       const T* lines = weights.lines((group * depth + k) * GROUP, deep * GROUP, buffer);
-      const Product<T, GROUP, Weights::PREFETCH> product{
+      const Product<T, GROUP, Weights::PREFETCHES> product{
           x + row * depth + k, depth, lines, STEP<T>, sums, GROUP, deep, k > 0};
       multiplier.multiply(product, count, GROUP / LANES);
     }

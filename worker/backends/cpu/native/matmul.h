@@ -14,6 +14,19 @@ constexpr int INTERLEAVED_SUMS = 24;  // where panels are interleaved
 #else
 constexpr int SUMS = 6, PANELS = 1, INTERLEAVED_SUMS = 6;
 #endif
+// How many bytes ahead weights are prefetched: NEAR by tiles and by one pass of up to FEW_ROWS, which
+// does little else. FEW_PASSES or fewer over the weights wait for memory, and prefetch into the level 2
+// cache; more prefetch into the level 1 cache.
+constexpr int64_t NEAR = 8192, FAR = 32768, FEW_ROWS = 3, FEW_PASSES = 4;
+
+// Prefetches `bytes`, in lines of 64.
+inline void prefetch(const void* from, int64_t bytes, bool to_level_1) {
+  const char *at = static_cast<const char*>(from), *end = at + bytes;
+  if (to_level_1)
+    for (; at < end; at += 64) __builtin_prefetch(at, 0, 3);
+  else
+    for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+}
 
 inline Floats add_product(Floats sum, const float* a, const float* line) {
   return sum + *a * load<Floats>(line);
@@ -26,9 +39,9 @@ inline Floats add_product(Floats sum, const Half* a, const Half* line) {
 #endif
 
 // A product's operands: c [rows, 16 · panels] = a [rows, depth] · panels, plus c if `add`. Lines of a
-// panel are LINE words apart, more than LANES where panels are interleaved. With
-// PREFETCH_AHEAD, the bytes so far ahead are prefetched.
-template <typename T, int64_t LINE = LANES, int64_t PREFETCH_AHEAD = 0>
+// panel are LINE words apart, more than LANES where panels are interleaved. With PREFETCHES, lines
+// that come next in memory are prefetched, by each pass over the panels its share.
+template <typename T, int64_t LINE = LANES, bool PREFETCHES = false>
 struct Product {
   static constexpr int P = LINE == LANES ? PANELS : LINE / LANES;
   static constexpr int R = (LINE == LANES ? SUMS : INTERLEAVED_SUMS) / P;
@@ -42,13 +55,8 @@ struct Product {
   int64_t depth;
   bool add;
 
-  static void prefetch(const T* lines, int64_t bytes) {
-    const char* ahead = reinterpret_cast<const char*>(lines) + PREFETCH_AHEAD;
-    for (int64_t n = 0; PREFETCH_AHEAD && n < bytes; n += 64) __builtin_prefetch(ahead + n);
-  }
-
   template <int ROWS, int COUNT>
-  void block(int64_t row, int64_t at) const {
+  void block(int64_t row, int64_t at, int64_t pass, int64_t passes) const {
     const T* from = a + row * a_row;
     const T* lines = panels + at * panel;
     float* to = c + row * c_row + at * LANES;
@@ -56,8 +64,13 @@ struct Product {
     for (int r = 0; r < ROWS; ++r)
       for (int p = 0; p < COUNT; ++p)
         sums[r][p] = add ? load<Floats>(to + r * c_row + p * LANES) : Floats{};
-    for (int64_t k = 0; k < depth; k += PER_WORD<T>) {
-      prefetch(lines + k * LINE, COUNT * LANES * 4);
+    for (int64_t k = 0, turn = pass; k < depth; k += PER_WORD<T>, --turn) {
+      if (PREFETCHES && turn == 0) {
+        const bool near = passes == 1 && ROWS <= FEW_ROWS;
+        const T* ahead = lines + k * LINE + (near ? NEAR : FAR) / sizeof(T);
+        prefetch(ahead, COUNT * LANES * 4, near || passes > FEW_PASSES);
+        turn = passes;
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
@@ -69,20 +82,22 @@ struct Product {
   }
 
   template <int COUNT, int... N>
-  void rows_block(int64_t rows, int64_t row, int64_t at, std::integer_sequence<int, N...>) const {
-    ((rows == N + 1 ? block<N + 1, COUNT>(row, at) : void()), ...);
+  void rows_block(
+      int64_t rows, int64_t row, int64_t at, int64_t pass, int64_t passes,
+      std::integer_sequence<int, N...>) const {
+    ((rows == N + 1 ? block<N + 1, COUNT>(row, at, pass, passes) : void()), ...);
   }
 
   void multiply(int64_t rows, int64_t panel_count) const {
     constexpr auto up_to = std::make_integer_sequence<int, R>();
-    const int64_t blocks = (rows + R - 1) / R;  // of about as many rows each
+    const int64_t passes = (rows + R - 1) / R;  // of about as many rows each
     for (int64_t at = 0; at < panel_count; at += P)
-      for (int64_t n = 0; n < blocks; ++n) {
-        const int64_t row = rows * n / blocks, count = rows * (n + 1) / blocks - row;
+      for (int64_t n = 0; n < passes; ++n) {
+        const int64_t row = rows * n / passes, count = rows * (n + 1) / passes - row;
         if (at + P <= panel_count)
-          rows_block<P>(count, row, at, up_to);
+          rows_block<P>(count, row, at, n, passes, up_to);
         else
-          rows_block<1>(count, row, at, up_to);
+          rows_block<1>(count, row, at, n, passes, up_to);
       }
   }
 };
@@ -157,9 +172,9 @@ class Multiplier<Half> {
   const TileConfig configured;
 
   // A block of two by two tiles, or fewer.
-  template <int64_t LINE, int64_t AHEAD>
+  template <int64_t LINE, bool PREFETCHES>
   static void block(
-      const Product<Half, LINE, AHEAD>& product, int64_t row, int64_t at, bool lower, bool right) {
+      const Product<Half, LINE, PREFETCHES>& product, int64_t row, int64_t at, bool lower, bool right) {
     const Half* a = product.a + row * product.a_row;
     const Half* b = product.panels + at * product.panel;
     float* c = product.c + row * product.c_row + at * LANES;
@@ -176,7 +191,7 @@ class Multiplier<Half> {
       if (lower && right) _tile_loadd(3, under + LANES, c_bytes);
     }
     for (int64_t k = 0; k < product.depth; k += 32) {
-      product.prefetch(b + k * LINE, 64 * LINE);
+      if (PREFETCHES) prefetch(b + k * LINE + NEAR / 2, 64 * LINE, true);
       _tile_loadd(4, a + k, a_bytes);
       _tile_loadd(6, b + k * LINE, 4 * LINE);
       _tile_dpbf16ps(0, 4, 6);

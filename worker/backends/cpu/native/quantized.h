@@ -19,9 +19,7 @@ constexpr int64_t INPUT_DEPTH = 32;  // inputs that share a scale; INT8_DEPTH an
 
 #if defined(__AVX512VNNI__)
 constexpr int64_t QUANTIZED_PREFETCH_BYTES = 2048;  // of weights that are widened
-// Of weights that are multiplied as integers. Few passes over them wait for memory, which is fastest
-// with what is read next.
-constexpr int64_t FEW_PASSES = 2, FEW_PASSES_BLOCKS = 2, PREFETCH_BLOCKS = 8;
+constexpr int64_t PREFETCH_BLOCKS = 16;  // ahead, of weights that are multiplied as integers
 constexpr int64_t MAX_BLOCKS = 4;  // so many blocks of a group stay in the level 1 cache
 constexpr int PANELS_OF_GROUP = QUANTIZED_GROUP / LANES;
 constexpr int64_t LINE_INPUTS = 4;  // that one instruction multiplies for each of 16 columns
@@ -99,9 +97,8 @@ struct IntegerLinear {
       const int64_t deep = std::min(MAX_BLOCKS, blocks - k);
       const InputBlock* from = x + row * blocks + k;
       const int64_t block = group * blocks + k, passes = (count + R - 1) / R;
-      const int64_t ahead = passes <= FEW_PASSES ? FEW_PASSES_BLOCKS : PREFETCH_BLOCKS;
       weights.with_codes(block, deep, passes, [&](const auto& codes) {
-        add(from, count, deep, passes, codes, weights.block(block + ahead), sums);
+        add(from, count, deep, passes, codes, weights.block(block + PREFETCH_BLOCKS), sums);
       });
     }
     for (int64_t last = row + count; row < last; ++row)
@@ -117,17 +114,19 @@ struct IntegerLinear {
     constexpr int64_t LINES = Weights::BLOCK_BYTES / LINE_BYTES;
     for (int64_t n = 0; n < passes; ++n) {
       const int64_t row = count * n / passes, line = LINES * n / passes;
-      const Ahead ahead{next + line * LINE_BYTES, LINES * (n + 1) / passes - line};
+      const Ahead ahead{
+          next + line * LINE_BYTES, (LINES * (n + 1) / passes - line) * LINE_BYTES, passes > FEW_PASSES};
       pass(
           count * (n + 1) / passes - row, from + row * blocks, deep, codes, ahead,
           sums + row * QUANTIZED_GROUP, std::make_integer_sequence<int, R>());
     }
   }
 
-  // Lines of a block to prefetch.
+  // What to prefetch of a block.
   struct Ahead {
     const uint8_t* from;
-    int64_t lines;
+    int64_t bytes;
+    bool to_level_1;
   };
 
   template <typename Codes, int... N>
@@ -144,7 +143,7 @@ struct IntegerLinear {
     for (int r = 0; r < ROWS; ++r)
       for (int n = 0; n < P; ++n) sums[r][n] = load<__m512>(to + r * QUANTIZED_GROUP + n * LANES);
     for (int64_t block = 0; block < deep; ++block, ++from, ahead.from += Weights::BLOCK_BYTES) {
-      for (int64_t n = 0; n < ahead.lines; ++n) __builtin_prefetch(ahead.from + n * LINE_BYTES);
+      prefetch(ahead.from, ahead.bytes, ahead.to_level_1);
       __m512i parts[ROWS][P];
       for (int r = 0; r < ROWS; ++r)
         for (int n = 0; n < P; ++n) parts[r][n] = _mm512_set1_epi32(from[r * blocks].start);
@@ -189,7 +188,8 @@ struct PlainCodes {
 struct Int8Weights {
   static constexpr int ZERO = 128, ROWS = 3;  // GCC keeps the sums of so many rows in registers
   static constexpr int64_t BLOCK_BYTES = INPUT_DEPTH * QUANTIZED_GROUP;
-  static constexpr int64_t PREFETCH = 0, BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
+  static constexpr bool PREFETCHES = false;
+  static constexpr int64_t BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
   const uint8_t* panels;
   const float* scales;
 
