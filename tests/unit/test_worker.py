@@ -18,7 +18,6 @@ from batching.errors import (
     ItemFailed,
     OnequeueError,
     OutOfMemory,
-    WorkerDown,
 )
 from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
@@ -158,13 +157,6 @@ def bench(start: Start) -> Bench:
     return start()
 
 
-def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(bench: Bench) -> None:
-    bench.run_as_one_batch("a", "b", "c")
-    assert bench.runner.batches == [["first"], ["a", "b", "c"]]
-    assert bench.recorder.outcomes["b"] == ["B"]
-    assert bench.recorder.reports[-1].size == 3
-
-
 def test_one_bad_input_fails_alone(bench: Bench) -> None:
     texts = [f"t{n}" for n in range(7)] + ["bad"]
     bench.run_as_one_batch(*texts)
@@ -209,6 +201,7 @@ def test_out_of_memory_halves_the_batch_and_retries(start: Start) -> None:
     texts = [f"t{n}" for n in range(8)]
     bench.run_as_one_batch(*texts)
     assert all(bench.recorder.outcomes[text] == [text.upper()] for text in texts)
+    assert bench.recorder.reports[-1].size == 8
     assert bench.recorder.reports[-1].out_of_memory == 3  # 8, 4 and the other 4
     assert bench.recorder.reports[-1].cap == 2
     assert bench.batcher.cap == 2
@@ -225,17 +218,6 @@ def test_an_item_too_large_for_memory_fails_alone(start: Start) -> None:
     assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
 
 
-def test_a_lost_device_ends_the_worker_without_bisection(start: Start) -> None:
-    def lost(texts: list[str]) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    bench = start(FakeRunner(lost))
-    bench.submit("a")
-    wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
-    assert bench.runner.batches == [["a"]]
-    assert type(bench.recorder.errors[-1]) is WorkerDown
-
-
 def test_steps_with_failures_only_probe_the_model(start: Start) -> None:
     bench = start(cooldown_s=60.0)
     bench.generator.healthy = False
@@ -249,25 +231,6 @@ def test_steps_with_failures_only_probe_the_model(start: Start) -> None:
     bench.wait_for(1)
     assert bench.recorder.outcomes["a"] == ["A"]
     assert bench.runner.warm_ups == 1
-
-
-def test_a_running_model_does_not_keep_another_models_breaker_closed(start: Start) -> None:
-    bench = start(cooldown_s=60.0)
-    bench.runner.healthy = False
-    stream = bench.generate("long")
-    wait_until(lambda: len(bench.recorder.steps) > 3)
-    for n in range(3):
-        bench.submit(f"bad {n}")
-        bench.wait_for(n + 1)
-    wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
-    steps = len(bench.recorder.steps)
-    wait_until(lambda: len(bench.recorder.steps) > steps + 3)
-    assert bench.recorder.rejected == []  # running requests continue
-    bench.submit("meanwhile")
-    bench.wait_for(4)
-    assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
-    assert bench.recorder.breaker == [("pipeline", True)]
-    stream.open = False
 
 
 def test_models_of_the_start_share_the_limit_of_memory() -> None:
