@@ -47,6 +47,10 @@ class VeryFull(QueueFull):
     pass
 
 
+class PanicException(BaseException):  # a panic in a Rust library, as Python sees it
+    pass
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code", "kind"),
     [
@@ -174,18 +178,22 @@ def test_a_failed_probe_is_not_counted_as_an_error(server: Server) -> None:
         assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0
 
 
+NO_FIT = "the input does not fit the task fill-mask"
+
+
 @pytest.mark.parametrize(
-    ("raised", "status", "code"),
+    ("raised", "status", "code", "message"),
     [
-        (MemoryError(), 500, "out_of_memory"),
-        (OutOfMemory("large"), 500, "out_of_memory"),
-        (torch.OutOfMemoryError("a text of so many tokens"), 400, "invalid_value"),
-        (RuntimeError("CUDA error: invalid"), 400, "invalid_value"),
-        (InvalidInput("x", "inputs"), 400, "invalid_value"),
+        (MemoryError(), 500, "out_of_memory", "this input does not fit into memory"),
+        (OutOfMemory("large"), 500, "out_of_memory", "large"),
+        (torch.OutOfMemoryError("a text of so many tokens"), 400, "invalid_value", NO_FIT),
+        (RuntimeError("CUDA error: invalid"), 400, "invalid_value", NO_FIT),
+        (InvalidInput("x", "inputs"), 400, "invalid_value", "x"),
+        (PanicException("in the tokenizer"), 400, "invalid_value", NO_FIT),
     ],
 )
 def test_an_error_of_preparing_is_400_unless_memory_runs_out(
-    raised: Exception, status: int, code: str
+    raised: BaseException, status: int, code: str, message: str
 ) -> None:
     class Unpreparing(FakeRunner):
         def prepare(self, item: WorkItem) -> None:
@@ -193,7 +201,8 @@ def test_an_error_of_preparing_is_400_unless_memory_runs_out(
 
     with serving(Unpreparing) as server:
         response = httpx.post(server.url + "/", content="a text")
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["message"]) == (status, code, message)
 
 
 @pytest.mark.parametrize(

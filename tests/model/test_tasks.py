@@ -3,14 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import pipelines
 
 from batching.errors import InvalidInput
-from tests import tiny
-from tests.parity import item, refusal, runner
-from tests.serving import serving
+from tests.parity import refusal
 from worker.engines.pipeline.loading import PipelineOptions, load_pipeline
 from worker.model.loading import LoadingFailed
 from worker.tasks import (
@@ -32,14 +29,6 @@ def test_every_task_of_transformers_is_served_or_listed_as_not_served() -> None:
         assert set(removed) == set(DROPPED)
 
 
-@pytest.mark.parametrize(
-    "task", ["summarization", "translation", "question-answering", "text2text-generation"]
-)
-def test_dropped_tasks_are_refused_with_the_reason(task: str) -> None:
-    with pytest.raises(UnservedTask, match=f"transformers 5 has dropped the task '{task}'"):
-        resolve_task(task)
-
-
 def test_unknown_and_unserved_tasks_are_refused_by_name() -> None:
     with pytest.raises(UnservedTask, match=r"unknown task 'fill-mast'; the tasks are: .*fill-mask"):
         resolve_task("fill-mast")
@@ -57,11 +46,6 @@ def test_unknown_models_are_refused_by_name(
             load_pipeline(PipelineOptions(model, task="fill-mask", device="cpu"))
         assert model in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_demo_model_serves_its_own_task_only() -> None:
-    with pytest.raises(LoadingFailed, match="demo serves fill-mask only: name a model"):
-        load_pipeline(PipelineOptions("demo", task="text-generation"))
 
 
 # ── parameters ──
@@ -167,22 +151,6 @@ def test_values_beyond_the_models_limits_are_refused() -> None:
         inputs = {"question": "what?", "word_boxes": boxes}
         wrong = refusal("document-question-answering", "layoutlm", inputs, **{name: value})
         assert wrong.param == f"parameters.{name}"
-
-
-def test_a_panic_in_the_tokenizer_refuses_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engines.pipeline.limits.check_strides", lambda *_: None)
-    parameters = {"stride": 62, "aggregation_strategy": "simple"}
-    body = {"inputs": "a b c " * 60, "parameters": parameters}
-    with pytest.raises(BaseException, match="stride") as caught:
-        runner("token-classification", "bert-ner").prepare(item(body["inputs"], **parameters))
-    assert not isinstance(caught.value, Exception), "no panic: nothing is shown here"
-    with serving(
-        pipeline_model=str(tiny.folder("bert-ner")), pipeline_task="ner", device="cpu"
-    ) as server:
-        answer = httpx.post(server.url, json=body, timeout=60)
-        assert answer.status_code == 400
-        assert "does not fit the task token-classification" in answer.text
-        assert httpx.post(server.url, content="a b c", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ from worker.model.loading import (
     record_missing_weights,
 )
 from worker.model.long_context import factors_change
-from worker.task_detection import CONFIG, DEMO_TASK, task_hint, tasks_of
+from worker.task_detection import CONFIG, task_hint, tasks_of
 from worker.tasks import SPEECH_TASK, TASKS
 
 
@@ -83,8 +83,6 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     from transformers.integrations.mistral.tokenizer import resolve_mistral_format
 
     task = options.task
-    if options.model == "demo" and task != DEMO_TASK:
-        raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
     make: Any = pipeline  # overloaded by literal task
     with load_errors(options.model, task, options.attention), record_missing_weights() as lacking:
         path = checkpoint_path(options.model, "fill-mask")
