@@ -500,17 +500,6 @@ def opening_call(seed: int) -> Sampling:
     return Sampling(temperature=1.0, seed=seed, logit_bias={delimiter: 2.5, end: 1.5})
 
 
-def test_output_ends_with_the_first_call_where_calls_are_not_parallel() -> None:
-    count = 0
-    requests: Any = {"tools": TOOLS, "tool_policy": ToolCallPolicy(NAMES, parallel=False)}
-    for served in together([asking(sampling=opening_call(seed), **requests) for seed in range(6)]):
-        if served.choices[0].finish_reason == "tool_calls":
-            assert len(calls_of(served.choices[0])) == 1
-            assert served.choices[0].parts[-1].kind == "call"
-            count += 1
-    assert count > 1
-
-
 @pytest.mark.parametrize(
     "parameters",
     [
