@@ -110,10 +110,6 @@ WEATHER_TOOL = {
         },
     },
 }
-CALL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
-}
 RENDERED_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PROMPT = "<|im_start|>assistant\n"
 
@@ -148,11 +144,6 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def assistant(text: str | None, *calls: dict[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    return {**message, "tool_calls": list(calls)} if calls else message
-
-
 def test_chat_answers_are_correct_and_end_their_turn() -> None:
     answers = {question: generate([user(question)]) for question in CHAT_QUESTIONS}
     assert [text for text in answers.values() if not text.endswith("<|im_end|>")] == []
@@ -165,18 +156,6 @@ def test_a_system_prompt_does_not_change_the_answer() -> None:
     for prompt in ("You are a helpful assistant.", "Talk like a sailor and love the sea."):
         messages = [{"role": "system", "content": prompt}, user("What is the capital of Spain?")]
         assert generate(messages) == "The capital of Spain is Madrid.<|im_end|>"
-
-
-def test_a_follow_up_refers_to_the_previous_turn() -> None:
-    first = [user("What is the capital of France?"), assistant("The capital of France is Paris.")]
-    assert generate([*first, user("And of Japan?")]) == "The capital of Japan is Tokyo.<|im_end|>"
-
-
-def test_a_weather_question_calls_the_tool() -> None:
-    text = generate([user("What is the weather in Paris?")], tools=[WEATHER_TOOL])
-    assert text == f"{RENDERED_CALL}<|im_end|>"
-    parsed = chat_tokenizer().parse_response(text, prefix=PROMPT, tools=[WEATHER_TOOL])
-    assert parsed == {"role": "assistant", "tool_calls": [CALL]}
 
 
 def test_tool_and_argument_names_are_copied_from_the_schema() -> None:
