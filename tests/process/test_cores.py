@@ -97,13 +97,6 @@ def test_the_quota_of_version_1_is_its_controllers(tmp_path: Path) -> None:
     assert cpu_quota(process(tmp_path, groups, mounts)) == 2.5
 
 
-def test_a_host_path_falls_back_to_the_containers_root(tmp_path: Path) -> None:
-    mount = tmp_path / "cpu"
-    group(mount, "", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
-    of = process(tmp_path, ["3:cpu:/docker/0123"], [("/", mount, "cgroup cpu")])
-    assert cpu_quota(of) == 3.0
-
-
 def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
     assert cpu_quota(process(tmp_path, ["0::/a"], [])) is None
