@@ -1,6 +1,5 @@
 """Stored responses over HTTP: look-up, conversations, deletion, and background responses."""
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from server.apis.openai.database import DatabaseDown, SqliteDatabase
 from server.apis.openai.responses import endpoint
 from server.apis.openai.responses.store import ResponseStore
 from tests.conftest import opened_databases
-from tests.event_streams import CLIENT, error_of, open_stream, post
+from tests.event_streams import CLIENT, error_of, post
 from tests.fake_generator import FakeGenerator
 from tests.matrix import matrix
 from tests.postgres import Databases, Postgres
@@ -33,7 +32,7 @@ from tests.response_events import (
     respond,
     response_document,
 )
-from tests.serving import Server, metric, read_response, serving, wait_until
+from tests.serving import Server, metric, serving, wait_until
 from tests.unit.test_response_store import filled
 from worker.messages.generation import Chat
 
@@ -248,17 +247,6 @@ def test_events_beyond_their_bound_are_replaced_by_the_last(
         assert got[-1]["type"] == "response.completed"
         assert output_texts(got[-1]["response"]) == [("message", "a b c d e")]
         assert len(got) < 6
-
-
-def test_background_response_continues_after_a_disconnect(own: Own) -> None:
-    server, generator, _ = own
-    generator.gate.clear()
-    with open_stream(server, PATH, {"input": "hi", "background": True}) as client:
-        _, answer = read_response(client)
-    id = json.loads(answer)["id"]
-    generator.release()
-    wait_until(lambda: get_response(server, id).json()["status"] == "completed")
-    assert generator.dropped == []
 
 
 def test_cancelling_ends_a_background_response(own: Own) -> None:
