@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -103,34 +103,12 @@ def test_text_offsets_continue_across_chunks() -> None:
     assert [c["finish_reason"] for c in (*middle, last)] == [None, None, None, "stop"]
 
 
-def test_logprobs_are_null_by_default() -> None:
-    assert all(choice["logprobs"] is None for choice in choices(completion()))
-    bare = [delta("a", 1), Delta(0, finish_reason="stop")]
-    started = [event for entry in bare for event in chat().add(entry)]
-    assert all(choice_of(event)["logprobs"] is None for event in started)
-
-
 def test_top_logprobs_have_the_chosen_token_by_its_own_text() -> None:
     top = (TokenLogprob(9, "er", b"er", -0.1), TokenLogprob(3, "\ufffd", b"\xa9", -1.0))
     last = delta("é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], finish_reason="length")
     (event,) = completion(logprobs=2).add(last)
     logprobs = choice_of(event)["logprobs"]
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"), [(chat, "content"), (chat, "reasoning"), (completion, "content")]
-)
-@pytest.mark.parametrize("text", ["a", '"{}"\n', "é\u2028", "b"])
-def test_a_chunk_has_the_text_of_its_part(
-    make: Callable[..., Builder], kind: Kind, text: str
-) -> None:
-    builder = make()
-    for index in (0, 1):
-        [event] = builder.add(Delta(index, [DeltaPart(kind, text)], 1))
-        choice = choice_of(event)
-        assert choice["index"] == index
-        assert text in (choice.get("text"), choice.get("delta", {}).get(kind))
 
 
 # ── of /v1/responses ──
