@@ -4,8 +4,6 @@ import json
 import logging
 import shlex
 import signal
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +13,7 @@ import uvicorn
 from server.core.log import configure_log, uvicorn_config
 from server.lifespan import curl_command
 from tests.fakes import FakeRunner
-from tests.processes import pipe, process, program, started
+from tests.processes import pipe, program, started
 from tests.serving import serving, wait_until
 
 FAKE = """
@@ -56,20 +54,6 @@ def test_a_start_logs_the_address_a_command_and_the_drain() -> None:
     assert "a second signal, or Ctrl-C, ends the wait" in rest
     for line in (*lines, *rest.splitlines()):
         assert line.split()[2] in ("INFO", "WARNING"), line  # after the date and the time
-
-
-def test_a_unix_socket_is_logged_with_a_curl_command(tmp_path: Path) -> None:
-    uds = str(tmp_path / "s")
-    with process(program(FAKE.replace("port=0", f"uds={uds!r}"))) as child:
-        lines = []
-        for line in pipe(child.stderr):
-            lines.append(line)
-            if " try curl" in line:
-                break
-        command = lines[-1].partition(" try ")[2].removesuffix(", or a browser\n")
-        done = subprocess.run(["sh", "-c", f"{command} --silent"], capture_output=True, check=True)
-        assert done.stdout.startswith(b"# onequeue")
-    assert command == f"curl --unix-socket {uds} http://localhost/"
 
 
 @pytest.mark.parametrize(
