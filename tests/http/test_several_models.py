@@ -37,7 +37,7 @@ def server() -> Iterator[Server]:
 def test_a_request_is_answered_by_the_model_that_it_names(server: Server) -> None:
     for name in ("demo", "short", None):
         answer = chat(server, FRANCE, model=name, max_tokens=20, temperature=0).json()
-        assert answer["model"] == name or "demo"
+        assert answer["model"] == (name or "demo")
         assert "Paris" in answer["choices"][0]["message"]["content"]
     steps = metric(server, 'onequeue_model_info{batching="continuous",dtype="float32"'
                    ',model="short",serves="generation:short",task="text-generation"}')  # fmt: skip
