@@ -179,8 +179,9 @@ def learned(
 
 
 def decoding(prompt: list[int], output: list[int], namespace: bytes = b"") -> Sequence:
-    sequence = Sequence(TokenIds(prompt), max_tokens=100, cache_namespace=namespace)
-    sequence.tokens.extend(output)
+    tokens = TokenIds(prompt)
+    sequence = Sequence(tokens, max_tokens=100, cache_namespace=namespace)
+    tokens.extend(output)
     return sequence
 
 
