@@ -18,6 +18,10 @@ from worker.registry import ServedModel
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
 
 
+class PanicException(BaseException):
+    """A panic in a Rust library, as Python sees it."""
+
+
 class FakeRunner:
     """Returns `{"echo": text}` for a text; raises for texts that contain `bad`.
 

@@ -33,7 +33,7 @@ from server.http.paths import route_path
 from server.http.sse import EventStream
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, PanicException
 from tests.serving import Server, metric, server_fixture, serving
 
 APP = SimpleNamespace(routes=[])
@@ -44,10 +44,6 @@ server = server_fixture(FakeRunner)
 
 
 class VeryFull(QueueFull):
-    pass
-
-
-class PanicException(BaseException):  # a panic in a Rust library, as Python sees it
     pass
 
 

@@ -12,15 +12,10 @@ import pytest
 from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.event_streams import frames
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, PanicException
 from tests.matrix import matrix
 from tests.serving import Server, serving, wait_until
 from worker.text.parser import OutputParser
-
-
-class PanicException(BaseException):  # a panic in a Rust library, as Python sees it
-    pass
-
 
 ERRORS: list[type[BaseException]] = [RecursionError, MemoryError, PanicException]
 POISON = "poison"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.event_streams import CLIENT, chat, error_of, post
 from tests.fake_generator import FakeGenerator
+from tests.fakes import PanicException
 from tests.serving import Server, server_fixture, serving
 
 server = server_fixture(load_chat=FakeGenerator, chat_model="org/model")
@@ -76,9 +77,6 @@ def test_an_unknown_model_is_404_everywhere(server: Server, path: str) -> None:
 
 
 def test_panic_of_the_tokenizer_is_400(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):
-        pass
-
     def panic(*args: Any) -> list[int]:
         raise PanicException("index out of bounds")
 
