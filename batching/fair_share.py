@@ -180,9 +180,7 @@ class _Level:
         self.num_waiting = 0
 
     def enter(self, path: Path, weight: float) -> None:
-        clock = self.clocks.get(path)
-        if clock is None:
-            clock = self.clocks[path] = _Clock(weight, self._now)
+        clock = self.clocks.setdefault(path, _Clock(weight, self._now))
         clock.waiting += 1
         if clock.waiting == 1:
             clock.time = max(clock.time, self._now)
@@ -202,9 +200,7 @@ class _Level:
                 del self.clocks[path]
 
     def charge(self, path: Path, tokens: float, weight: float) -> None:
-        clock = self.clocks.get(path)
-        if clock is None:
-            clock = self.clocks[path] = _Clock(weight, self._now)
+        clock = self.clocks.setdefault(path, _Clock(weight, self._now))
         clock.time += tokens / clock.weight
         self._now += tokens / (self._weight + (0.0 if clock.waiting else clock.weight))
         if clock.waiting:

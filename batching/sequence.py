@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple, Self, SupportsIndex, TypeAlias, cast, overload
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
 from batching.fair_share import NO_OWNER, Priority, WorkOwner
@@ -29,12 +29,6 @@ class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Pyt
 
     def copy(self) -> "TokenIds":
         return TokenIds(self)
-
-    @overload  # type: ignore[override]
-    def __getitem__(self, index: SupportsIndex) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> Any:
         value = array.__getitem__(self, index)  # each step gets a token of each sequence
@@ -62,13 +56,7 @@ class PrefixedTokens(abc.Sequence[int]):
     def __len__(self) -> int:
         return len(self.shared) + len(self.own)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: int | slice) -> Any:
         before = len(self.shared)
         if not isinstance(index, slice):
             index = range(len(self))[index]
