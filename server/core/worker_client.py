@@ -452,6 +452,12 @@ class IncomingRequest(NamedTuple):
     deadlines: Deadlines
 
 
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects; what it still sends is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @dataclass(eq=False)
 class Submission(Generic[Result]):
     """A request's work items: a context manager that holds their slots.
@@ -543,8 +549,7 @@ class Submission(Generic[Result]):
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         """Cancel the items on a disconnect. After the response this has no effect."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(receive)
         self._fail(errors.ClientGone("the client has gone"))
 
     def _fail(self, error: errors.OnequeueError) -> None:

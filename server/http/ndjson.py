@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from batching.batcher import WINDOW_BATCHES
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refused
 from server.core.request_context import RequestContext
-from server.core.worker_client import Deadlines, IncomingRequest, Submission
+from server.core.worker_client import Deadlines, IncomingRequest, Submission, wait_for_disconnect
 from server.http.access import check_tokens
 from server.http.errors import HttpError
 from server.http.json import Document, InvalidJson, JsonBodyParser, parse_value, to_json
@@ -192,8 +192,7 @@ class LineStream(Generic[P]):
         except (HttpError, Refused) as error:
             self._end(error)
         # Drop the rest: some clients read the answers only after they have sent everything.
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(self.receive)
         raise ClientGone("the client has disconnected")
 
     def _end(self, error: Exception | None) -> None:

@@ -13,10 +13,9 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
-from starlette.types import Receive
 
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
-from server.core.worker_client import IncomingRequest, WorkerClient
+from server.core.worker_client import IncomingRequest, WorkerClient, wait_for_disconnect
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
 from worker.messages.generation import (
@@ -197,9 +196,15 @@ async def while_connected(
     """Return the results of coroutines that run side by side. A disconnect, the deadline and the
     first error cancel all. Raises ClientGone, that error, and DeadlineExceeded with `failure`."""
     left_s = incoming.deadlines.first - time.monotonic()
+
+    async def watch_client() -> None:
+        if incoming.receive:
+            await wait_for_disconnect(incoming.receive)
+            raise ClientGone("the client has gone")
+
     try:
         async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
-            watch = group.create_task(raise_when_gone(incoming.receive))
+            watch = group.create_task(watch_client())
             tasks = [group.create_task(coroutine) for coroutine in work]
             await asyncio.wait(tasks)
             watch.cancel()
@@ -210,12 +215,3 @@ async def while_connected(
         if any(task.cancelled() for task in tasks):
             raise group_error.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def raise_when_gone(receive: Receive | None) -> None:
-    """Raise ClientGone as soon as the client disconnects."""
-    if receive is None:
-        return
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientGone("the client has gone")
