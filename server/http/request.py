@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -247,19 +247,12 @@ def read_headers(scope: Scope) -> tuple[Headers, Deadlines]:
     return headers, Deadlines(min(now + idle_s, whole), whole, idle_s)
 
 
-class RequestBody(NamedTuple):
-    """A whole body, in memory."""
-
-    media: str  # the content type in lower case, without parameters; may be empty
-    body: bytes
-    incoming: IncomingRequest
-
-
-async def read_request(scope: Scope, receive: Receive) -> RequestBody:
-    """Return the whole body. Raises the errors of `read_headers` and `read_body`."""
+async def read_request(scope: Scope, receive: Receive) -> tuple[str, bytes, IncomingRequest]:
+    """Return the content type, which may be empty, and the whole body. Raises the errors of
+    `read_headers` and `read_body`."""
     headers, deadlines = read_headers(scope)
     body = await read_body(scope, receive, headers, deadlines.first)
-    return RequestBody(media_type(headers), body, IncomingRequest(scope, receive, deadlines))
+    return media_type(headers), body, IncomingRequest(scope, receive, deadlines)
 
 
 async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, IncomingRequest]:
