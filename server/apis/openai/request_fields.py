@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from threading import Lock
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
@@ -323,31 +323,23 @@ _prepared: set[type] = set()  # types that msgspec has inspected
 _preparing = Lock()
 
 
-class ModelRequest(Protocol):
-    """A struct with the fields of a request body."""
-
-    __struct_fields__: ClassVar[tuple[str, ...]]
-    model: str | None
-
-
-B = TypeVar("B", bound=ModelRequest)
 T = TypeVar("T")
 
 
 def decode(
     document: Document,
-    kind: type[B],
+    kind: type[T],
     id_for: Callable[[str | None], str],
     scope: Scope,
     max_entries: int | None = None,
-) -> B:
+) -> T:
     """Return a checked request, with the id of its model by `id_for`.
 
     InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
     within them, are refused before their entries are converted."""
     limit_lists(document, kind, max_entries)
     request = convert_body(document, kind, scope)
-    request.model = id_for(request.model)
+    request.model = id_for(request.model)  # type: ignore[attr-defined]  # a field of each kind
     if isinstance(request, GenerationRequest):
         request.check(document)
         template = getattr(request, "chat_template", None)

@@ -7,7 +7,7 @@ generated, and after its end, by any number of clients of any process.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,20 +21,15 @@ from server.http.json import Header
 from server.http.request import Application
 from server.http.sse import COMMENT, EventStream
 
+if TYPE_CHECKING:
+    from server.apis.openai.responses.endpoint import BackgroundJob
+
 POLL_S = 0.5  # how often events that another process adds are looked for
-
-
-class GeneratingJob(Protocol):
-    """The job of this process that adds the events. It sets those of `readers` with each, and
-    `last_event` at its end."""
-
-    readers: set[asyncio.Event]
-    last_event: bytes
 
 
 class StoredEvents(Response):
     """The events of a response after the one of number `after`. `job`: None if it has ended, or
-    belongs to another process."""
+    belongs to another process. It sets `readers` with each event, and `last_event` at its end."""
 
     def __init__(
         self,
@@ -42,7 +37,7 @@ class StoredEvents(Response):
         namespace: bytes,
         id: str,
         after: int,
-        job: GeneratingJob | None,
+        job: "BackgroundJob | None",
         headers: Sequence[Header] = (),
     ) -> None:
         self.store, self.namespace, self.id, self.after = store, namespace, id, after
