@@ -445,13 +445,11 @@ class BatchTask(StoredJob):
             async with self._storing:  # with the results that have come meanwhile
                 if finished := self._finished:
                     self._finished = []
-                    results = await run_sync(self._append, finished)
+                    results = await run_sync(
+                        lambda: self.store.append(self.record, [each.result() for each in finished])
+                    )
                     self._end_turns([response.line.size for response in finished])
                     self._count(results)
-
-    def _append(self, finished: Sequence[CapturedResponse]) -> list[LineResult]:
-        """Store the results of lines. In a pool thread."""
-        return self.store.append(self.record, [response.result() for response in finished])
 
     def _end_turns(self, sizes: Sequence[int]) -> None:
         """Count lines in flight no more."""

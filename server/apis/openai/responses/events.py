@@ -408,7 +408,8 @@ class ResponseOutput:
         text = "".join(self._texts)
         done = TEXT_EVENTS.get(item.type, "") + ".done"
         if item.type == "local_shell_call":
-            item.action = shell_action(text)
+            # without a command if the output ended early
+            item.action = {"type": "exec", "command": [], "env": {}, **read_object(text)}
         elif item.type == "custom_tool_call":
             item.input = text
             yield self._event(done, item_id=item.id, input=text)
@@ -430,11 +431,6 @@ class ResponseOutput:
         item.status = status
         self._open = None
         yield self._event("response.output_item.done", item=item)
-
-
-def shell_action(arguments: str) -> Document:
-    """Return the action of a local shell's call; without a command if the output ended early."""
-    return {"type": "exec", "command": [], "env": {}, **read_object(arguments)}
 
 
 def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Response:
