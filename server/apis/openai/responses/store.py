@@ -140,12 +140,6 @@ class ResponseStore(Store):
         self._lost: set[str] = set()  # responses whose end could not be stored
         super().__init__(database, "responses", MIGRATIONS)
 
-    @property
-    def totals(self) -> tuple[int, int]:
-        """The number of responses that have ended, and their bytes."""
-        usage = self._usage_of_clients().values()
-        return sum(count for count, _ in usage), sum(size for _, size in usage)
-
     def put(self, owner: Owner, stored: Stored, is_generating: bool = False) -> None:
         """Store a response, in place of its earlier state, and drop others beyond the bounds.
 
@@ -302,16 +296,14 @@ class ResponseStore(Store):
         return chain[::-1]
 
     def _use(self, ids: Sequence[str]) -> None:
-        for n in range(0, len(ids), MAX_ROWS):
-            part = ids[n : n + MAX_ROWS]
-            marks = ", ".join("?" * len(part))
-            # What another process changes is left to it, or two would wait for each other.
-            found = f"SELECT id FROM responses WHERE id IN ({marks}) AND used > 0"
-            used = (
-                f"UPDATE responses SET used = ? WHERE id IN ({found} {self.database.skip_locked})"
-            )
-            with contextlib.suppress(sqlite3.Error, OSError):
-                self.database.execute(used, (microseconds(), *part))
+        marks = ", ".join(
+            "?" * len(ids)
+        )  # at most MAX_RESPONSES: the databases take three times so many
+        # What another process changes is left to it, or two would wait for each other.
+        found = f"SELECT id FROM responses WHERE id IN ({marks}) AND used > 0"
+        used = f"UPDATE responses SET used = ? WHERE id IN ({found} {self.database.skip_locked})"
+        with contextlib.suppress(sqlite3.Error, OSError):
+            self.database.execute(used, (microseconds(), *ids))
 
     def items(
         self, namespace: bytes, ids: Set[str], count: Count = uncounted
@@ -437,12 +429,9 @@ class ResponseStore(Store):
 
     # ── bounds ──
 
-    def _usage_of_clients(self) -> dict[bytes, tuple[int, int]]:
-        return self._usage("responses WHERE used > 0", "client", "size")
-
     def _drop(self) -> None:
         """Drop the least recently used responses of the client that has the most, until all fit."""
-        usage = self._usage_of_clients()
+        usage = self._usage("responses WHERE used > 0", "client", "size")
         count, size = map(sum, zip(*usage.values(), strict=True))
         # What another process drops is left to it, or two would wait for each other.
         oldest = (
