@@ -44,7 +44,6 @@ HEADERS = {
 }
 PAGE_HEADERS = {**HEADERS, "content-security-policy": CONTENT_SECURITY_POLICY}
 FILES = StaticFiles(directory=ASSETS)
-MAX_TAGS = 1000  # bytes of If-None-Match that are read
 
 
 @dataclass(eq=False)
@@ -100,9 +99,9 @@ async def file_response(request: Request, name: str, headers: Mapping[str, str])
     """Return a file of the page, or 304 if the client has it by its tag: another version's file may
     have the same date. Files are sent whole."""
     request.scope["headers"] = [
-        (key, value[:MAX_TAGS] if key == b"if-none-match" else value)
-        for key, value in request.scope["headers"]
-        if key not in (b"range", b"if-modified-since")
+        header
+        for header in request.scope["headers"]
+        if header[0] not in (b"range", b"if-modified-since")
     ]
     response = await FILES.get_response(name, request.scope)
     response.headers.update(headers)
