@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -23,8 +22,6 @@ from worker.checkpoint_files import GGUF, file_problem, folder_problem
 from worker.registry import ServedModel
 from worker.task_detection import split_file
 
-MAX_ENTRIES = 10_000  # of a folder that are read
-MAX_MODELS = 256
 COMMIT_CHARS = 40
 SCAN_INTERVAL_S = 5.0
 MAX_WAIT_S = 5.0  # of a request for a scan
@@ -45,15 +42,13 @@ class CachedModels:
     ) -> None:
         self._settings, self._entries, self._named = settings, entries, named
         self._worker_client, self._make = worker_client, make
-        self._room = MAX_MODELS
         self._seen: dict[str, int] = {}
         self._next_at = 0.0  # when the cache may be scanned again
         self._scan: asyncio.Task[None] | None = None
 
     def find(self) -> Checkpoints:
         """Return models of the cache that were not found before. Reads their files."""
-        found = scan(Path(constants.HF_HUB_CACHE), self._named, self._seen)
-        return dict(islice(found, self._room))
+        return dict(scan(Path(constants.HF_HUB_CACHE), self._named, self._seen))
 
     def add(self, found: Checkpoints) -> None:
         """Register models whose names are free."""
@@ -67,7 +62,6 @@ class CachedModels:
             model = NamedModel(reference, self._worker_client, entry.name)
             model.names.add(":".join(filter(None, split_file(name))))
             self._named[kind].append(model)
-        self._room -= len(new)
 
     async def rescan(self) -> None:
         """Scan the cache and register new models, unless it was scanned a moment ago."""
@@ -101,21 +95,13 @@ def scan(
 
 def _checkpoints(cache: Path) -> Iterator[tuple[str, Path]]:
     """Yield each revision's folder, OWNER/NAME[@REVISION] without `main`, and its GGUF files."""
-    for repository in _entries(cache):
-        kind, _, id = repository.name.partition("--")
-        for ref in _entries(repository / "refs") if kind == "models" else ():
+    for repository in sorted(cache.glob("models--*")):
+        id = repository.name.removeprefix("models--")
+        for ref in sorted(repository.glob("refs/*")):
             name, at = id.replace("--", "/"), "" if ref.name == "main" else f"@{ref.name}"
             with suppress(OSError, ValueError):
-                if ref.is_file() and ref.stat().st_size == COMMIT_CHARS:
+                if ref.stat().st_size == COMMIT_CHARS:
                     folder = repository / "snapshots" / ref.read_text()
                     yield name + at, folder
-                    for file in _entries(folder):
-                        if file.name.endswith(GGUF):
-                            yield f"{name}/{file.name}{at}", file
-
-
-def _entries(folder: Path) -> Sequence[Path]:
-    """Return the entries of a folder, in order; none if it cannot be read."""
-    with suppress(OSError):
-        return sorted(islice(folder.iterdir(), MAX_ENTRIES))
-    return ()
+                    for file in sorted(folder.glob(f"*{GGUF}")):
+                        yield f"{name}/{file.name}{at}", file
