@@ -14,9 +14,9 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 OPEN_S = 30.0  # to wait for other processes that open a new file
 MAX_LOG_BYTES = 1 << 26  # of the write-ahead log on the disk, once no reader needs more
@@ -40,6 +40,7 @@ class Database(ABC):
     # Clauses of SELECT for rows that the transaction changes; SQLite has one transaction at a time.
     for_update = ""
     skip_locked = ""
+    types: ClassVar[Mapping[str, str]] = {}  # from SQLite's types to its own, in this order
 
     def __init__(self) -> None:
         self.process = secrets.token_hex(4)  # the name of this one
@@ -75,9 +76,11 @@ class Database(ABC):
                 known = f"this server knows versions up to {len(scripts)}"
                 raise NewerSchema(f"its schema {name!r} has version {version}, and {known}")
             for script in scripts[version:]:
-                for statement in script.format(now=int(time.time() * 1e6)).split(";"):
-                    if statement.strip():
-                        self._define(statement)
+                script = script.format(now=int(time.time() * 1e6))
+                for type_, own in self.types.items():
+                    script = script.replace(type_, own)
+                for statement in filter(str.strip, script.split(";")):
+                    self.execute(statement)
             if version < len(scripts):
                 self._set_version(name, len(scripts))
 
@@ -88,10 +91,6 @@ class Database(ABC):
 
     @abstractmethod
     def _set_version(self, name: str, version: int) -> None: ...
-
-    @abstractmethod
-    def _define(self, statement: str) -> None:
-        """Run a statement of a script."""
 
 
 def use_write_ahead_log(database: sqlite3.Connection) -> None:
@@ -211,6 +210,3 @@ class SqliteDatabase(Database):
 
     def _set_version(self, name: str, version: int) -> None:
         self.connection.execute(f"PRAGMA user_version = {version}")
-
-    def _define(self, statement: str) -> None:
-        self.connection.execute(statement)

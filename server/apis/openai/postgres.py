@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -45,13 +45,6 @@ SESSION = (
     "SET statement_timeout = '10s'; SET idle_in_transaction_session_timeout = '10s'; "
     "SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3"
 )
-# From SQLite's types to PostgreSQL's, in this order.
-TYPES = {
-    "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-    "INTEGER": "BIGINT",
-    "BLOB": "BYTEA",
-    ") WITHOUT ROWID": ")",
-}
 
 
 class PostgresConnection(psycopg.Connection[Row]):  # type: ignore[misc,unused-ignore]
@@ -75,6 +68,12 @@ class PostgresDatabase(Database):
     is_shared = True
     for_update = "FOR UPDATE"
     skip_locked = "FOR UPDATE SKIP LOCKED"
+    types: ClassVar = {
+        "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+        "INTEGER": "BIGINT",
+        "BLOB": "BYTEA",
+        ") WITHOUT ROWID": ")",
+    }
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -176,11 +175,6 @@ class PostgresDatabase(Database):
     def _set_version(self, name: str, version: int) -> None:
         inserted = "INSERT INTO schema_versions VALUES (?, ?) ON CONFLICT (name) DO UPDATE"
         self.execute(f"{inserted} SET version = excluded.version", (name, version))
-
-    def _define(self, statement: str) -> None:
-        for type_, own in TYPES.items():
-            statement = statement.replace(type_, own)
-        self.execute(statement)
 
 
 @contextlib.contextmanager
