@@ -85,11 +85,9 @@ class Shares:
         return self._holdings[()].units
 
     def take(self, owner: WorkOwner, units: float = 1) -> None:
-        """Add what an item holds."""
         self._add(owner, units, 1)
 
     def give_back(self, owner: WorkOwner, units: float = 1) -> None:
-        """Remove what an item has held."""
         self._add(owner, -units, -1)
 
     def _add(self, owner: WorkOwner, units: float, items: int) -> None:
@@ -112,7 +110,6 @@ class Shares:
                 above.weights -= weight
 
     def of(self, path: Path) -> float:
-        """Return the units of a class, a client, a flow or a request."""
         holding = self._holdings.get(path)
         return holding.units if holding else 0.0
 
@@ -209,7 +206,6 @@ class _Level:
             self.clocks = {p: c for p, c in self.clocks.items() if c.waiting or c.time > self._now}
 
     def first(self) -> Path:
-        """Return the path of the smallest clock of those that wait."""
         while not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][3]
@@ -229,8 +225,6 @@ class _Level:
 
 
 class FairOrder(Generic[T]):
-    """Items that wait, in fair order."""
-
     def __init__(self) -> None:
         self._levels: dict[Path, _Level] = {}  # by the path above
         # of requests; an ordered dict: finding a plain dict's first key gets slower with deletions
@@ -269,7 +263,6 @@ class FairOrder(Generic[T]):
         return clock is not None and clock.waiting > 0
 
     def first(self, path: Path = ()) -> T:
-        """Return the next item, or that of a class, a client, a flow or a request that waits."""
         while level := self._levels.get(path):
             path = level.first()
         return next(iter(self._items[path]))

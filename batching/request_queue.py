@@ -194,7 +194,6 @@ class FairQueue:
         return item
 
     def start(self, item: WorkItem) -> None:
-        """Record that an item's response has started, or that its batch has run."""
         item.started = True
         self._running += item.units
         self._leave_unstarted(item)
@@ -267,7 +266,6 @@ class RequestQueue:
 
     @property
     def pending(self) -> int:
-        """The number of items accepted and not released."""
         return len(self.items)
 
     def has_room(self, owner: WorkOwner) -> bool:
@@ -380,7 +378,6 @@ class RequestQueue:
         return [item for queue in changed for item in queue.take()]
 
     def start(self, items: Iterable[WorkItem]) -> None:
-        """Record that the responses of items have started."""
         for item in items:
             if item.queue and not item.started:
                 item.queue.start(item)

@@ -354,7 +354,6 @@ class ContinuousScheduler:
         return itertools.chain.from_iterable(queues)
 
     def _after(self, sequence: Sequence) -> Sequence | None:
-        """Return the next one of its request that waits."""
         queue = self._waiting.get(_key_of(sequence), [])
         index = bisect.bisect_right(queue, sequence)
         return queue[index] if index < len(queue) else None
@@ -445,7 +444,6 @@ class ContinuousScheduler:
 
     @property
     def _reserve(self) -> int:
-        """Blocks that an admission leaves free."""
         return min(len(self.running), self.pool.num_blocks // RESERVE_DIVISOR)
 
     def _checkpoints(self, sequence: Sequence) -> set[int]:

@@ -37,8 +37,6 @@ class StateSegment(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """The slots of one sequence."""
-
     positions: frozenset[int]  # numbers of tokens after which a checkpoint is wanted
     current: int = NO_SLOT  # the state after `tokens` tokens
     target: int = NO_SLOT  # the slot that the next step writes
@@ -89,7 +87,6 @@ class StatePool:
         return None if slot is None else (slot, self._uses[slot])
 
     def drop(self, prefix: Hashable) -> None:
-        """Remove the checkpoint of a prefix, if it has one."""
         slot = self._checkpoints.pop(prefix, None)
         if slot is not None:
             self._give_back(slot)

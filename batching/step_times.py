@@ -50,7 +50,6 @@ class StepTimes:
         self._mean_token_s = self._last_token_s = 0.0  # the second: of the last step with prompts
 
     def learn(self, tokens: int, rows: int, seconds: float, keys: float = 0.0) -> None:
-        """Record a step."""
         expected_s = self.constant_s + tokens * self.token_s + rows * self.row_s
         if expected_s and (self.token_s or not tokens):
             seconds = min(seconds, MAX_SLOWDOWN * expected_s)
