@@ -51,7 +51,6 @@ class CachedModels:
         return dict(scan(Path(constants.HF_HUB_CACHE), self._named, self._seen))
 
     def add(self, found: Checkpoints) -> None:
-        """Register models whose names are free."""
         models = ModelGroup(*self._named.values()).models
         known = {name for model in models for name in (*model.names, *model.adapters)}
         new = {name: found[name] for name in found if name not in known}

@@ -78,7 +78,6 @@ async def respond_for_all(path: str, request: Request) -> object:
 
 
 def make_app() -> "Application":
-    """Return the app of a replica's process."""
     app: Application = server.app.app
     app.sends_request_id = False
     app.logs_requests = True
@@ -97,7 +96,6 @@ class Replica:
         return client
 
     async def respond(self, path: str, scope: dict[str, Any]) -> tuple[str, object]:
-        """Return the id of this replica, and its own response."""
         response = await LOCAL[path](Request(scope | {"app": server.app.app}))
         return serve.get_replica_context().replica_id.unique_id, response
 
@@ -108,7 +106,6 @@ class Replica:
             raise WorkerDown("the worker is down")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what choose_replicas reads."""
         return {"inputs": self.worker_client.queue.pending}
 
 

@@ -142,7 +142,6 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:
-    """Return the JSON object of a setting. Raises SettingsError."""
     with contextlib.suppress(ValueError):
         if isinstance(document := orjson.loads(text), dict):
             return document
@@ -281,7 +280,6 @@ def check_hub(settings: Settings) -> None:
 
 
 def _hub_problem(model: str) -> str:
-    """Return why a hub model has no configuration."""
     files = file_sizes(model)
     return config_problem(files) if files else "it has no config.json"
 
@@ -426,7 +424,6 @@ def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str |
 
 
 def setting_for(model: str) -> str:
-    """Return the setting that a checkpoint is for."""
     if split_file(model)[1]:
         return "chat_model"
     where = f"MODEL={model!r}"

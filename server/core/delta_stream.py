@@ -49,22 +49,18 @@ class DeltaStream(Submission[None], Generic[D]):
         return self
 
     def push(self, delta: D) -> None:
-        """Add a delta of a step."""
         self._unread.append(delta)
         self.arrival.set()
 
     def take(self) -> list[D]:
-        """Return the unread deltas without waiting."""
         self.unfinished = int(self._running > 0 or self._end is not None)
         deltas, self._unread = self._unread, []
         return deltas
 
     def start(self) -> None:
-        """Record that the first deltas have been read."""
         self.started = True
 
     def _end_limit(self) -> float:
-        """Return the time limit of the whole response."""
         return self.incoming.deadlines.whole
 
     def _expire(self) -> None:
@@ -165,7 +161,6 @@ class TokenStream(DeltaStream[Delta]):
         self._is_read = False  # part by part
 
     def push(self, source: DeltaSource) -> None:  # type: ignore[override]  # in place of deltas
-        """Record that a choice has unread tokens, or has ended."""
         if source.finished:
             self._ended.add(source.choice)
         if source.unread:
@@ -207,7 +202,6 @@ class TokenStream(DeltaStream[Delta]):
         return await super().read()
 
     def take(self) -> list[Delta]:
-        """Return one delta per choice, in order."""
         self._write([*self._sources])
         self.unfinished = self._num_choices - len(self._ended)
         deltas = [self._choices[choice] for choice in sorted(self._choices)]

@@ -54,7 +54,6 @@ TOKEN_KINDS = {  # the label, by the report's field
 
 
 async def metrics(request: Request) -> Response:
-    """`GET /metrics`."""
     request.app.metrics.describe_adapters()
     request.app.metrics.describe_stored(request.app.settings)
     request.app.metrics.describe_fallbacks(request.app.worker_client.models)

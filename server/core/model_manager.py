@@ -42,8 +42,6 @@ AWAIT_MODEL = object()  # payload of an item that ends when its model is ready
 
 @dataclass(eq=False)
 class Residency:
-    """A model, and how it is loaded and unloaded."""
-
     model: ServedModel
     queued: bool = False  # to be loaded, or being loaded
     load: "asyncio.Task[None] | None" = None  # the last one
@@ -85,8 +83,6 @@ async def no_models() -> None:
 
 
 class ModelManager:
-    """Loads and unloads the models of a worker."""
-
     def __init__(
         self, worker: Worker, queue: RequestQueue, metrics: Metrics, settings: Settings
     ) -> None:
@@ -280,7 +276,6 @@ class ModelManager:
         entry.notify()
 
     def _waiting(self, model: ServedModel) -> list[WorkItem]:
-        """Return the items that await a model."""
         items = self.queue.items
         return [item for item in items if item.model == model.name and item.awaits_model]
 

@@ -57,7 +57,6 @@ class RequestRecord:
 
     @property
     def seconds(self) -> float:
-        """The time since the request arrived."""
         return time.monotonic() - self.received_at
 
     def timing_header(self, until: float) -> tuple[bytes, bytes]:

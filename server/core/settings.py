@@ -382,7 +382,6 @@ class ModelReference:
     pin: bool = False  # it is never unloaded
 
     def apply(self, settings: Settings) -> Settings:
-        """Return the settings with the model's options."""
         return replace(settings, **dict(self.options))
 
 

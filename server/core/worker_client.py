@@ -269,7 +269,6 @@ class WorkerClient:
     # ── in pool threads ──
 
     def _prepare_items(self, items: list[WorkItem]) -> None:
-        """Prepare items and send them on to the worker."""
         prepared: list[WorkItem] = []
         failed: list[tuple[WorkItem, OnequeueError]] = []
         for item in items:
@@ -296,7 +295,6 @@ class WorkerClient:
             self._post(resolve_outcomes, failed)
 
     def _finish_items(self, outputs: list[RawOutput]) -> None:
-        """Turn raw outputs into responses."""
         responses: list[tuple[WorkItem, object]] = []
         for item, raw in outputs:
             if not item.open:
@@ -421,13 +419,11 @@ def is_alive(item: WorkItem) -> bool:
 
 
 def resolve_outcomes(outcomes: Iterable[tuple[WorkItem, object]]) -> None:
-    """Resolve items with their own results or errors."""
     for item, outcome in outcomes:
         item.resolve(outcome)
 
 
 def fail_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
-    """Resolve items with one error."""
     for item in items:
         item.resolve(error)
 
@@ -534,7 +530,6 @@ class Submission(Generic[Result]):
         return [self.record.timing_header(ended_at), (b"x-batch-size", b"%d" % batch_size)]
 
     def _expire_at(self, deadline: float) -> None:
-        """Replace the time limit."""
         if self._timer:
             self._timer.cancel()
         self._limit = deadline

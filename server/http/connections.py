@@ -108,7 +108,6 @@ class LimitedProtocol(asyncio.Protocol):
         self._time_header()
 
     def _rest(self, seconds: float) -> None:
-        """Read nothing for a while."""
         self.is_resting = True
         self.flow.pause_reading()
         self.loop.call_later(seconds, self._end_rest)
@@ -202,7 +201,6 @@ class LimitedProtocol(asyncio.Protocol):
         self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def refuse(self, error: HttpError) -> None:
-        """Send the error, and close the connection."""
         if self.drops_input:
             return
         if self.is_responding:

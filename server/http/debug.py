@@ -74,7 +74,6 @@ async def debug_queue(request: Request) -> DebugQueue:
 
 
 def describe(items: list[WorkItem], models: dict[str, str]) -> QueuedRequest:
-    """Describe the items of one request."""
     first, now = items[0], time.monotonic()
     context = cast(RequestContext, first.owner)
     running = sum(item.started_at > 0 for item in items)

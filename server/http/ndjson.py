@@ -98,7 +98,6 @@ class LineWindow:
         self._answer_bytes = 0.0  # of the largest recent answer
 
     def record(self, answer_bytes: int) -> None:
-        """Measure an answered line."""
         self._answer_bytes = max(answer_bytes, 0.99 * self._answer_bytes)
         fitting = int(MAX_ANSWER_BYTES / max(1.0, self._answer_bytes))
         self.size = max(1, min(self._max_inputs, fitting, self.size + 1))
@@ -321,7 +320,6 @@ class LineStream(Generic[P]):
 
 
 def take_id(line: Document) -> str | int | None:
-    """Remove the client's id from a line and return it. Raises InvalidInput."""
     id: str | int | None = line.pop("id", None)
     is_short = isinstance(id, str) and len(id) <= MAX_ID_CHARS
     if not (is_short or id is None or type(id) is int):

@@ -46,7 +46,6 @@ class Operation:
     takes_lines: bool = False  # the request may be NDJSON, and its response then is, too
 
     def __call__(self, endpoint: E) -> E:
-        """Add this operation to those of an endpoint."""
         declared: Any = endpoint
         declared.operations = (self, *vars(endpoint).get("operations", ()))
         return endpoint
@@ -63,5 +62,4 @@ class OperationRoute(Route):
 
 
 def routes_of(*endpoints: Any) -> list[OperationRoute]:
-    """Return the routes of decorated endpoints."""
     return [OperationRoute(operation, app) for app in endpoints for operation in app.operations]

@@ -125,11 +125,9 @@ class SpooledResponse:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def finish(self) -> None:
-        """Send the end of the response."""
         await self._send({"type": "http.response.body", "body": b""})
 
     def discard(self) -> None:
-        """Remove the file."""
         if self._file:
             asyncio.get_running_loop().run_in_executor(None, self._file.close)
             self._budget.give_back(self._client, self._written)

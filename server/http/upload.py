@@ -83,7 +83,6 @@ class Uploads:
         scope: Scope,
         receive: Receive,
     ) -> None:
-        """Feed the whole body to the form."""
         settings, started = scope["app"].settings, time.monotonic()
         too_large = HttpError(413, f"the file is larger than {self.max_mb:g} MB")
         limit, received = self.max_bytes + MAX_FIELDS_BYTES, 0

@@ -162,7 +162,6 @@ def _operation_document(
 
 
 def _tag(key: str) -> str:
-    """Return the tag of an operation."""
     if key == "POST /":
         return "Pipelines"
     _, path = key.split()
@@ -175,7 +174,6 @@ def _schema(kind: Any) -> Schema:
 
 
 def _content(body: type[Struct] | Body) -> dict[str, Any]:
-    """Return the content of a body, by media type."""
     by_media = {JSON: body} if isinstance(body, type) else body
     return {media: {"schema": _schema(kind)} for media, kind in by_media.items()}
 

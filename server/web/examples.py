@@ -57,13 +57,11 @@ def curl_examples(
 
 @cache
 def example_inputs() -> dict[str, Any]:
-    """Return the page's example inputs, by task."""
     inputs: dict[str, Any] = json.loads((ASSETS / "examples.json").read_text())
     return inputs
 
 
 def pipeline_body(name: str, mask: str) -> str:
-    """Return curl's arguments for a body that the task takes."""
     task, inputs = TASKS[name], example_inputs()
     if task.kind == "json":
         return json_body({"inputs": inputs["objects"][name]})

@@ -71,7 +71,6 @@ class IndexPage:
         return client.models[name].info
 
     def plain_text(self, request: Request) -> str:
-        """Return curl examples for the served models."""
         host = request.headers.get("host", "")
         address = f"{request.scope['scheme']}://{host if host_name(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
