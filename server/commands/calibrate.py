@@ -116,7 +116,6 @@ def calibrate_command() -> click.Command:
 
 
 def run(model: str | None, **flags: Any) -> None:
-    """The command's callback."""
     export_settings(model, flags)
     from server.app import make_app
 
