@@ -193,7 +193,6 @@ class MessageBuilder(ResponseBuilder[Delta]):
         yield self._event("content_block_stop")
 
     def _event(self, type: str, **fields: object) -> Document:
-        """Return an event of the last block."""
         return {"type": type, "index": len(self._message.content) - 1, **fields}
 
     # ── the end ──

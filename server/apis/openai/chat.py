@@ -105,7 +105,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
             )
 
     def generation_input(self) -> GenerationInput:
-        """Return the model's input; InvalidInput for unusable tools, messages or formats."""
         tools: list[Document] = []
         policy = None
         if self.tools or self.tool_choice:
@@ -143,8 +142,6 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
 
 
 class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
-    """Builds messages, or deltas of messages."""
-
     id_prefix, chunk_object = "chatcmpl-", "chat.completion.chunk"
 
     def __init__(self, request: ParsedRequest, usage: UsageCounts, call_id: CallIdFactory) -> None:
@@ -263,12 +260,10 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
             yield {"index": self._calls[choice] - 1, "function": {"arguments": part.text}}
 
     def _end_input(self, choice: int) -> Iterator[Document]:
-        """Yield the rest of a custom tool's input."""
         if (reader := self._inputs.pop(choice, None)) and (text := reader.finish()):
             yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
 
     def _new_call(self, choice: int, name: str) -> str:
-        """Count a call; return its id."""
         id = self._call_id(name, self._earlier_calls + self._calls[choice])
         self._calls[choice] += 1
         return id

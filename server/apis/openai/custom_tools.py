@@ -48,7 +48,6 @@ class InputFormat(Struct):
 
 
 def custom_function(name: str, description: str | None, constraint: Constraint | None) -> Document:
-    """Return a custom tool as the function that chat templates read."""
     value: Document = {"type": "string"}
     if constraint is not None:
         kind = "regular expression" if constraint.kind == "regex" else "Lark grammar"
@@ -105,7 +104,6 @@ class CustomInputReader:
         return SURROGATE.sub("\ufffd", text)
 
     def read(self, arguments: str) -> str:
-        """Return the input of whole arguments."""
         return self.push(arguments) + self.finish()
 
     def finish(self) -> str:

@@ -229,8 +229,6 @@ P = TypeVar("P", bound=ParsedRequest)
 
 @dataclass(eq=False)
 class GenerationEndpoint(BodyEndpoint[P]):
-    """An endpoint of the language model."""
-
     media: MediaLoader
 
     def model_of(self, request: P) -> NamedModel:
@@ -256,7 +254,6 @@ class GenerationEndpoint(BodyEndpoint[P]):
             await respond(incoming.scope, send, stream, self.builder(request, stream.usage))
 
     def submit(self, incoming: IncomingRequest, request: P) -> TokenStream:
-        """Submit the inputs, or raise a Refused."""
         model = self.model_of(request)
         context = incoming.scope["context"]
         if request.body.priority and not context.is_stream:  # a batch is one request

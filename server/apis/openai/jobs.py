@@ -84,7 +84,6 @@ class JobRunner:
         job.task.add_done_callback(lambda _: self.jobs.pop(job.id))
 
     def find(self, kind: type[J], namespace: bytes, id: str) -> J | None:
-        """Return a job of this process."""
         job = self.jobs.get(id)
         return job if isinstance(job, kind) and job.namespace == namespace else None
 

@@ -156,7 +156,6 @@ class NamedModel:
 
     @property
     def text_model(self) -> TextModel:
-        """The text side of the loaded model."""
         text_model = self.served.engine.text_model
         assert text_model, f"{self.registry_name} takes no text"
         return text_model
@@ -206,7 +205,6 @@ class NamedModel:
         return ModelStatus("unloaded")
 
     def load_event(self) -> LoadEvent:
-        """Return the event of a model that is loading, ready or failed."""
         entry, id, status = self.residency, self.id, self.status()
         if status.value == "loading":
             return LoadEvent("loading", id, status.stage, status.progress)
@@ -390,7 +388,6 @@ class ModelListing:
         "POST /models/load", "Start to load a model", LoadResponse, LoadRequest, errors=[403]
     )
     async def load(self, request: Request) -> LoadResponse:
-        """Start to load a model; its progress is in the listing."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.residency.is_ready or model.residency.is_loading:
@@ -406,7 +403,6 @@ class ModelListing:
         errors=[403],
     )
     async def unload(self, request: Request) -> LoadResponse:
-        """Unload a model once its work has finished, or end its load. New requests load it."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:

@@ -60,7 +60,6 @@ class Tool(Struct):
     tools: Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)] | None = None
 
     def document(self) -> Document:
-        """Return the tool with the fields of its type."""
         fields: Document = {"type": self.type}
         if self.type == "function":
             for name in ("name", "description", "parameters", "strict"):
@@ -122,7 +121,6 @@ class ToolDocuments(Struct):
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name of a function as the model sees it."""
     return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
@@ -165,7 +163,6 @@ ToolChoice: TypeAlias = Mode | ChosenTool | ChosenCustomTool | AllowedTools
 def response_policy(
     tools: Mapping[str, CallableTool], choice: ToolChoice | None, parallel: bool | None
 ) -> ToolCallPolicy | None:
-    """Return which tools may be called, None if none may. InvalidInput for an impossible choice."""
     if choice == "required" and not tools:
         raise InvalidInput.at("tool_choice", "'required' requires tools")
     mode: Mode = "required"

@@ -52,8 +52,6 @@ def _digest(name: bytes) -> bytes:
 
 
 class ListPage(Struct):
-    """The query of a list."""
-
     after: Annotated[str | None, Meta(description="The id of an entry")] = None
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -117,7 +115,6 @@ class Store:
         return [name for name in names if not self.database.is_alive(name)]
 
     def _usage(self, table: str, owner: str, size: str) -> dict[bytes, tuple[int, int]]:
-        """Return the number and the bytes of each owner's rows."""
         total = f"CAST(sum({size}) AS BIGINT)"
         usage = f"SELECT {owner}, count(*), {total} FROM {table} GROUP BY {owner}"
         return {owner: (count, size) for owner, count, size in self.database.execute(usage)}

@@ -56,7 +56,6 @@ class PipelineRequest(NamedTuple):
 
 
 def pipeline_operation(name: str) -> Operation:
-    """Return the operation of a task."""
     task = TASKS[name]
     request: dict[str, Schema] = {JSON: _pipeline_schema(task)}
     if task.kind == "text" and not task.required:
@@ -102,7 +101,6 @@ def _pipeline_schema(task: Task) -> Schema:
 
 
 def _pipeline_form(task: Task) -> Schema:
-    """Return the schema of a form with a file or a text."""
     fields: Schema = {
         "file": {"type": "string", "format": "binary", "description": "With a file name"},
         "inputs": {"type": "string", "minLength": 1},
@@ -114,8 +112,6 @@ def _pipeline_form(task: Task) -> Schema:
 
 
 class ModelEndpoint(LineEndpoint[Any], Protocol):
-    """Serves the bodies for one model."""
-
     parser: "PipelineInputParser"
 
     async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
@@ -230,7 +226,6 @@ class PipelineInputParser:
         return {**defaults, **own}
 
     def parse(self, body: bytes, media: str, scope: Scope) -> PipelineRequest:
-        """Return a request's inputs. Raises InvalidInput."""
         if not body:
             message = f"the body is empty: post raw {self.task.kind}, or JSON"
             raise InvalidInput(message, "inputs")
@@ -371,7 +366,6 @@ class PipelineEndpoint:
         await send_json(send, content, headers=work.timing_headers())
 
     def submit(self, incoming: IncomingRequest, request: PipelineRequest) -> Submission[bytes]:
-        """Submit the inputs, or raise a Refused."""
         return Submission(self.worker_client, self.model, request.inputs, incoming)
 
     async def content(

@@ -65,7 +65,6 @@ class ChatTranscriptBuilder(ResponseBuilder[Delta]):
 
 
 def check_request(request: TranscriptionRequest) -> None:
-    """Raise InvalidInput for what a chat model does not give."""
     if request.format not in FORMATS:
         reason = f"{request.format} needs a speech model: a chat model gives {' or '.join(FORMATS)}"
         raise InvalidInput.at("response_format", reason)
@@ -83,7 +82,6 @@ async def transcribe(
     incoming: IncomingRequest,
     send: Send,
 ) -> None:
-    """Respond with the transcript of the recording at `path`."""
     check_request(request)
     scope = incoming.scope
     recording = MediaInput(b"", "auto", "file", kind="audio")

@@ -57,7 +57,6 @@ class TranscriptionRequest(Struct, kw_only=True):
         return "segment" in (self.timestamp_granularities or ("segment",))
 
     def check(self) -> None:
-        """Raise InvalidInput for fields that cannot be combined."""
         if self.timestamp_granularities and self.format != "verbose_json":
             reason = f"requires response_format verbose_json, not {self.format}"
             raise InvalidInput.at("timestamp_granularities", reason)
@@ -66,7 +65,6 @@ class TranscriptionRequest(Struct, kw_only=True):
                 raise InvalidInput.at(name, f"requires response_format json, not {self.format}")
 
     def transcription_input(self, path: str) -> TranscriptionInput:
-        """Return the model's input for the recording at `path`."""
         return TranscriptionInput(
             path,
             self.task,

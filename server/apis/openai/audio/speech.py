@@ -141,8 +141,6 @@ class SpeechBuilder(ResponseBuilder[SpokenAudio]):
 )
 @dataclass(eq=False)
 class SpeechEndpoint(BodyEndpoint[SpeechTask]):
-    """An ASGI app that speaks."""
-
     def parse(self, body: bytes, scope: Scope) -> SpeechTask:
         request = decode(parse_json(body), SpeechRequest, self.models.id_for, scope)
         check_format(request.format)

@@ -34,8 +34,6 @@ class ExpiresAfter(Struct):
 
 
 class FileFields(Struct):
-    """The fields of an upload, beside the file."""
-
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
 
@@ -50,7 +48,6 @@ def namespace_of(scope: Scope) -> bytes:
 
 
 def file_form() -> Document:
-    """Return the JSON schema of an upload."""
     content = {"type": "string", "format": "binary", "description": "JSONL, with a file name"}
     seconds = {"type": "integer", "minimum": MIN_KEPT_S, "maximum": KEPT_S}
     fields = {
@@ -106,7 +103,6 @@ class FileEndpoints:
 
 
 def form_fields(form: Form) -> FileFields:
-    """Return the checked fields. Raises InvalidInput."""
     document: dict[str, object] = {}
     expires: dict[str, str] = {}
     for name, values in form.fields.items():
@@ -123,8 +119,6 @@ def form_fields(form: Form) -> FileFields:
 
 @Operation("GET /v1/files/{id}/content", "The content of a file", {"application/octet-stream": {}})
 class FileContent:
-    """An ASGI app that sends the content of a file."""
-
     def __init__(self, store: BatchStore) -> None:
         self.store = store
         self._threads = CapacityLimiter(READER_THREADS)

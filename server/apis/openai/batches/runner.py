@@ -91,8 +91,6 @@ class LineSummary(Struct):
 
 
 class LineOutput(Struct):
-    """A line of an output or an error file."""
-
     id: str
     custom_id: str
     response: LineResponse | None
@@ -114,7 +112,6 @@ class CapturedResponse:
             self.parts.append(message.get("body", b""))
 
     def result(self) -> LineResult:
-        """Return the line of the output or the error file."""
         content = b"".join(self.parts)
         response = LineResponse(self.status, self.request_id, Raw(content))
         result = line_result(self.line.position, self.custom_id, response, None)
@@ -151,7 +148,6 @@ class BatchRunner:
 
     @property
     def batches(self) -> "list[BatchTask]":
-        """The batches that have not ended."""
         return [job for job in self.jobs.jobs.values() if isinstance(job, BatchTask)]
 
     def _start(self) -> None:
@@ -459,7 +455,6 @@ class BatchTask(StoredJob):
         self.runner.pass_turns()
 
     def _scope(self, request_id: str) -> Scope:
-        """Return the scope of a line's request."""
         return {
             "type": "http",
             "method": "POST",

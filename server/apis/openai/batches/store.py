@@ -121,8 +121,6 @@ class PendingInput(NamedTuple):
 
 
 class LineTokens(NamedTuple):
-    """The tokens of a line."""
-
     input: int = 0
     cached: int = 0  # of the input
     output: int = 0
@@ -179,7 +177,6 @@ class BatchStore(Store):
     def add_file(
         self, namespace: bytes, source: str, filename: str, size: int, kept_s: int
     ) -> FileObject:
-        """Store an uploaded file. Raises HttpError if there is no room for it."""
         now, id = int(time.time()), "file-" + secrets.token_hex(12)
         values = id, namespace, "batch", filename, size, now, now + kept_s
         with self.database.transaction():
@@ -249,7 +246,6 @@ class BatchStore(Store):
         return file_object(rows[0])
 
     def list_files(self, namespace: bytes, page: ListPage, purpose: str | None) -> bytes:
-        """Return a page of files as JSON."""
         values: list[object] = [int(time.time())]
         where = "is_whole AND expires_at > ?"
         if purpose is not None:
@@ -341,7 +337,6 @@ class BatchStore(Store):
         return BatchRecord(job, row, namespace, address, output_id, error_id, output_kept_s, 0)
 
     def batch(self, namespace: bytes, id: str) -> bytes:
-        """Return a batch as JSON."""
         select = "SELECT job FROM batches WHERE namespace = ? AND id = ?"
         rows = self.database.execute(select, (namespace, id))
         if not rows:
@@ -350,13 +345,11 @@ class BatchStore(Store):
         return job
 
     def list_batches(self, namespace: bytes, page: ListPage) -> bytes:
-        """Return a page of batches as JSON."""
         rows = self._list("batches", "job", namespace, page)
         jobs = [json.decode(job, type=BatchJob) for [job] in rows]
         return encode_page(BatchList, jobs, page.limit)
 
     def unfinished(self) -> list[BatchRecord]:
-        """Return the batches that have not ended, oldest first."""
         return self._records("ended_at IS NULL ORDER BY number", ())
 
     def reload(self, record: BatchRecord) -> bool:
@@ -448,7 +441,6 @@ class BatchStore(Store):
         return sorted(PendingInput(*row) for row in self.database.execute(claimed, values))
 
     def release(self, record: BatchRecord) -> None:
-        """Release the lines of a batch that this process has claimed."""
         released = "UPDATE lines SET process = NULL WHERE process = ? AND batch = ?"
         self.database.execute(released, (self.database.process, record.number))
 
@@ -506,7 +498,6 @@ class BatchStore(Store):
             return results
 
     def size(self, id: str) -> int:
-        """Return the size of a file's content."""
         rows = self.database.execute("SELECT bytes FROM files WHERE id = ?", (id,))
         return int(rows[0][0]) if rows else 0  # of a batch that has not begun
 
@@ -545,7 +536,6 @@ class BatchStore(Store):
 
 
 def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:
-    """Return the usage with the tokens of results."""
     counts = [
         usage.input_tokens,
         usage.input_tokens_details.cached_tokens,

@@ -33,8 +33,6 @@ ParsedDecision = tuple[DecisionBody, DecisionInput]
 
 @dataclass(eq=False)
 class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
-    """An endpoint for one kind of request."""
-
     parse_blocks = True  # 400 questions take milliseconds
 
     kind: type[DecisionBody]
@@ -62,7 +60,6 @@ class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
             return [delta.probabilities for delta in deltas], stream.usage
 
     def submit(self, incoming: IncomingRequest, parsed: ParsedDecision) -> TokenStream:
-        """Submit a request, or raise a Refused."""
         request, decision_input = parsed
         model = self.models.find(request.model)
         namespace = incoming.scope["context"].cache_namespace(model.id, request.cache_salt)

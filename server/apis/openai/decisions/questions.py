@@ -141,7 +141,6 @@ AnyAnswer: TypeAlias = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 def join_parts(parts: QuestionText, path: str) -> str:
-    """Return the text of parts, joined like those of a message."""
     if isinstance(parts, str):
         return parts
     return "\n".join(part.to_text(f"{path}[{n}]") for n, part in enumerate(parts))
@@ -152,7 +151,6 @@ def described(name: str, description: str | None) -> str:
 
 
 def as_text(value: Any, path: str) -> str:
-    """Return a text as it is, any other value as JSON."""
     if isinstance(value, str):
         return value
     try:
@@ -165,7 +163,6 @@ def as_text(value: Any, path: str) -> str:
 
 
 def likeliest(probabilities: Sequence[float]) -> int:
-    """Return the index of the highest probability, the first of equals."""
     return max(range(len(probabilities)), key=probabilities.__getitem__)
 
 
@@ -187,5 +184,4 @@ def score_confidence(probabilities: Sequence[float]) -> float:
 
 
 def mean_level(probabilities: Sequence[float]) -> float:
-    """Return the expected level; levels count from 0."""
     return sum(level * probability for level, probability in enumerate(probabilities))

@@ -53,7 +53,6 @@ class DecisionItem(Struct):
     output: str | list[InputPart] | None = None
 
     def to_item(self, path: str) -> Item:
-        """Return the item of a Responses request."""
         fields: Document = {name: getattr(self, name) for name in self.__struct_fields__}
         if self.arguments:
             fields["arguments"] = unescaped(self.arguments, f"{path}.arguments")
@@ -85,7 +84,6 @@ class DecisionRequest(Struct, kw_only=True):
     safety_identifier: str | None = None
 
     def decision_input(self) -> DecisionInput:
-        """Return the model's input, or raise InvalidInput."""
         items: str | list[Item]
         if isinstance(self.input, str):
             items = self.input
@@ -98,7 +96,6 @@ class DecisionRequest(Struct, kw_only=True):
         return DecisionInput(to_template_messages(messages)[0], questions)
 
     def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> Decision:
-        """Return the response, from the probabilities of each question's options, in order."""
         pairs = zip(self.questions, probabilities, strict=True)
         answers = [question.answer(options) for question, options in pairs]
         return Decision(answers, self.model, response_usage(usage))

@@ -70,8 +70,6 @@ class ScoringTask(NamedTuple):
 
 @dataclass(eq=False)
 class ScoringEndpoint(BodyEndpoint[ScoringTask]):
-    """An endpoint for one kind of request, to any of the models."""
-
     kind: type[ScoringRequest]
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: ScoringTask) -> None:
@@ -85,7 +83,6 @@ class ScoringEndpoint(BodyEndpoint[ScoringTask]):
         await send_parts(send, parts, submission.timing_headers())
 
     def submit(self, incoming: IncomingRequest, task: ScoringTask) -> Submission[Any]:
-        """Submit the payloads, or raise a Refused."""
         body, model, payloads = task
         namespace = incoming.scope["context"].cache_namespace(model.id, body.cache_salt)
         inputs = [replace(payload, cache_namespace=namespace) for payload in payloads]

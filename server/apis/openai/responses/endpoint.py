@@ -85,8 +85,6 @@ T = TypeVar("T")
 
 
 class BackgroundJob(StoredJob):
-    """A response that is generated in the background."""
-
     def __init__(
         self,
         endpoint: "Responses",
@@ -141,7 +139,6 @@ class BackgroundJob(StoredJob):
 
     @property
     def store(self) -> ResponseStore:
-        """The store with the response and its events."""
         endpoint = self.endpoint
         return endpoint.store if self.builder.response.store else endpoint.fallback_store
 
@@ -172,8 +169,6 @@ AFTER = Meta(ge=0, description="The sequence number of the last event that was r
 
 
 class Retrieval(Struct):
-    """The query of a response."""
-
     stream: Annotated[bool, STREAM] = False
     starting_after: Annotated[int, AFTER] | None = None
 
@@ -361,7 +356,6 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return await self._in_stores(read, scope, id)
 
     async def _follow(self, scope: Scope, id: str, starting_after: int | None) -> StoredEvents:
-        """Return the events of a background response, of any process."""
         after = -1 if starting_after is None else starting_after
         namespace = owner_from(scope).namespace
         job = self.jobs.find(BackgroundJob, namespace, id)
@@ -443,7 +437,6 @@ async def refuse_compaction(request: Request) -> bytes:
 
 
 def encode_items(items: list[Document], page: ListPage) -> bytes:
-    """Return a page of a response's input items as JSON."""
     items, start = items[:: -1 if page.order == "desc" else 1], 0
     if page.after is not None:
         ids = [item["id"] for item in items]

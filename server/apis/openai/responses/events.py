@@ -376,7 +376,6 @@ class ResponseOutput:
         item.content.append(part)
 
     def _event(self, type: str, **fields: object) -> Document:
-        """Return an event of the last item."""
         return {"type": type, "output_index": len(self.items) - 1, **fields}
 
     def _delta_event(self, text: str) -> Document:

@@ -325,7 +325,6 @@ def _assistant_message(messages: list[Message], item: Document) -> Message | Non
 
 
 def _called_function(item: Document) -> CalledFunction:
-    """Return the function that the model has called, from the item of a call."""
     if item["type"] == "local_shell_call":
         arguments = {key: value for key, value in item["action"].items() if key != "type"}
         return CalledFunction(LOCAL_SHELL, arguments)

@@ -274,7 +274,6 @@ class ResponseStore(Store):
     # ── stored responses ──
 
     def response(self, namespace: bytes, id: str, count: Count = uncounted) -> bytes:
-        """Return a response as JSON."""
         count(self.size(namespace, id))
         content: bytes = self._row("response", namespace, id)[0]
         return content
