@@ -100,10 +100,11 @@ class Conversations:
         ConversationUpdate,
     )
     async def update(self, request: Request) -> bytes:
-        def update(new: ConversationUpdate) -> bytes:
-            return self.store.update(*_key_of(request), {"metadata": new.metadata or {}})
-
-        return await self._run(request, update, ConversationUpdate)
+        return await self._run(
+            request,
+            lambda new: self.store.update(*_key_of(request), {"metadata": new.metadata or {}}),
+            ConversationUpdate,
+        )
 
     @Operation("DELETE /v1/conversations/{id}", "Delete a conversation, not its responses", Deleted)
     async def delete(self, request: Request) -> Deleted:
@@ -126,19 +127,14 @@ class Conversations:
     )
     async def list_items(self, request: Request) -> bytes:
         page = convert(dict(request.query_params), ListPage, strict=False)
-
-        def list_page() -> bytes:
-            items = self.store.conversation_page(self._count(request), page)
-            return encode_page(ItemList, items, page.limit)
-
-        return await self._run(request, list_page)
+        return await self._run(
+            request, lambda: self.store.conversation_page(self._count(request), page)
+        )
 
     @Operation("GET /v1/conversations/{id}/items/{item_id}", "An item", {JSON: {}})
     async def item(self, request: Request) -> bytes:
-        def find() -> bytes:
-            return self.store.item(self._count(request), request.path_params["item_id"])
-
-        return await self._run(request, find)
+        id = request.path_params["item_id"]
+        return await self._run(request, lambda: self.store.item(self._count(request), id))
 
     @Operation(
         "DELETE /v1/conversations/{id}/items/{item_id}",
@@ -146,10 +142,8 @@ class Conversations:
         Conversation,
     )
     async def remove_item(self, request: Request) -> bytes:
-        def remove() -> bytes:
-            return self.store.remove_item(*_key_of(request), request.path_params["item_id"])
-
-        return await self._run(request, remove)
+        id = request.path_params["item_id"]
+        return await self._run(request, lambda: self.store.remove_item(*_key_of(request), id))
 
     def _documents(self, items: Items, scope: Scope) -> list[Document]:
         """Return items as they are stored; those that are referred to are of stored responses."""

@@ -377,10 +377,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         scope, id = request.scope, request.path_params["id"]
         page = convert(dict(request.query_params), ListPage, strict=False)
 
-        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
-            return encode_items(store.get(namespace, id, counter(scope)).input, page)
-
-        return await self._in_stores(read, scope, id)
+        return await self._in_stores(
+            lambda store, *key: encode_items(store.get(*key, counter(scope)).input, page), scope, id
+        )
 
     @Operation(
         "POST /v1/responses/{id}/cancel", "Cancel a background response", Response, errors=[400]

@@ -357,7 +357,6 @@ def _join(parts: str | list[Document]) -> str:
 
 
 def _content(parts: list[Document]) -> str | list[ContentPart | str]:
-    """Return a message's content: text, or parts if there are media."""
     if all(part["type"] not in MEDIA for part in parts):
         return _join(parts)
     return [_content_part(part) for part in parts]

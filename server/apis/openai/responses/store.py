@@ -23,7 +23,8 @@ import orjson
 
 from batching.errors import InvalidInput
 from server.apis.openai.database import Database
-from server.apis.openai.store import ListPage, Owner, Store
+from server.apis.openai.response_schemas import ItemList
+from server.apis.openai.store import ListPage, Owner, Store, encode_page
 from server.http.json import Document
 from server.http.sse import named_frame
 
@@ -380,8 +381,9 @@ class ResponseStore(Store):
         self._use([id])
         return [orjson.loads(item) for [item] in rows]
 
-    def conversation_page(self, id: str, page: ListPage) -> list[Document]:
-        return [orjson.loads(item) for [item] in self._list("conversation_items", "item", id, page)]
+    def conversation_page(self, id: str, page: ListPage) -> bytes:
+        rows = self._list("conversation_items", "item", id, page)
+        return encode_page(ItemList, [orjson.loads(item) for [item] in rows], page.limit)
 
     def item(self, id: str, item_id: str) -> bytes:
         """Return an item of a conversation as JSON. Raises NotStored."""
