@@ -40,14 +40,10 @@ def owner_of(key: bytes, address: str) -> Owner:
     there is one namespace, and each address is a client.
 
     Both are 16 bytes, the same from one start to the next."""
-    return Owner(storage_namespace(key), _digest(key or address.encode()))
+    return Owner(storage_namespace(key), storage_namespace(key or address.encode()))
 
 
-def storage_namespace(key: bytes) -> bytes:
-    return _digest(key)
-
-
-def _digest(name: bytes) -> bytes:
+def storage_namespace(name: bytes) -> bytes:
     return hashlib.blake2b(name, digest_size=16, person=b"responses").digest()
 
 
