@@ -167,11 +167,6 @@ class BatchRunner:
             if job and record.job.status == "cancelling":
                 job.abort()
 
-    def find_key(self, namespace: bytes) -> ApiKey | None:
-        """Return the key that a batch was created with; None if it is not valid any more."""
-        keys: Iterable[ApiKey] = self.app.keyring if self.app.keyring.required else (NO_KEY,)
-        return next((key for key in keys if storage_namespace(key.id) == namespace), None)
-
     def add(self, record: BatchRecord) -> None:
         """Run a batch when it is its client's oldest one."""
         if record.job.id not in self.jobs.jobs and not self.jobs.is_stopping:
@@ -227,8 +222,10 @@ class BatchTask(StoredJob):
     def __init__(self, runner: BatchRunner, record: BatchRecord) -> None:
         super().__init__(record.job.id, record.namespace)
         self.runner, self.store, self.record = runner, runner.store, record
-        found = runner.find_key(record.namespace)
-        self.is_key_valid, key = found is not None, found or NO_KEY
+        keyring, namespace = runner.app.keyring, record.namespace
+        keys: Iterable[ApiKey] = keyring if keyring.required else (NO_KEY,)
+        found = [key for key in keys if storage_namespace(key.id) == namespace]
+        self.is_key_valid, key = bool(found), found[0] if found else NO_KEY
         client, priority = client_of(key, record.address), max(Priority.BATCH, key.priority)
         # all lines count as one request in the shares of the queue
         self.context = RequestContext(client, self.id, None, key.share, priority, True, key=key)
@@ -249,7 +246,6 @@ class BatchTask(StoredJob):
         return self.end is not None or self.runner.jobs.is_stopping
 
     def drain(self) -> None:
-        """Drop the lines in flight."""
         if self._serving:
             self._serving.cancel()
         self.changed.set()
@@ -448,7 +444,6 @@ class BatchTask(StoredJob):
                     self._count(results)
 
     def _end_turns(self, sizes: Sequence[int]) -> None:
-        """Count lines in flight no more."""
         self.in_flight -= len(sizes)
         self.bytes -= sum(sizes)
         self._line_ended.set()
