@@ -64,9 +64,7 @@ class DecisionPipelineEndpoint:
     parse_blocks: ClassVar[bool] = True
 
     def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:
-        posted = self.parser.read_document(
-            {"inputs": value} if isinstance(value, str) else value, scope
-        )
+        posted = self.parser.read_line(value, scope)
         if posted.is_list:
             raise InvalidInput.at("inputs", "must be one object: a line has one input")
         return self._decision(posted.inputs[0], None, scope)

@@ -268,6 +268,9 @@ class PipelineInputParser:
         items = [PipelineInput(item, parameters, limiter) for item in inputs]
         return PipelineRequest(items, is_list=True, keeps_errors=on_error == "item")
 
+    def read_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
+        return self.read_document({"inputs": value} if isinstance(value, str) else value, scope)
+
     def check_keys(self, keys: Container[str]) -> None:
         """Raise InvalidInput for a parameter beside `inputs`."""
         for name in self.task.parameters:
@@ -395,9 +398,7 @@ class PipelineEndpoint:
     parse_blocks: ClassVar[bool] = False
 
     def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
-        return self.parser.read_document(
-            {"inputs": value} if isinstance(value, str) else value, scope
-        )
+        return self.parser.read_line(value, scope)
 
 
 def locate_in_list(error: InvalidInput, n: int) -> None:
