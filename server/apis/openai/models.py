@@ -213,7 +213,6 @@ class NamedModel:
         return LoadEvent("error", id, message=entry.failure or "the model was unloaded")
 
     def describe(self, name: str) -> Model:
-        """Describe the model under its id or an alias."""
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
         model = Model(
@@ -282,11 +281,7 @@ class ModelGroup:
     @property
     def max_entries(self) -> int:
         """The tokens of the longest context: no list of a request is longer."""
-        longest = 0
-        for model in self.models:
-            if (longest := max(longest, model.text_info.max_model_len)) >= NOT_LOADED.max_model_len:
-                break
-        return longest
+        return max((model.text_info.max_model_len for model in self.models), default=0)
 
     def find(self, name: str | None) -> NamedModel:
         """Return the first model of a name, or else that of its first pattern. Raises UnknownModel
@@ -297,15 +292,14 @@ class ModelGroup:
                 return model
             if adapted := model.adapters.get(name or ""):
                 return adapted
-        matches = [
-            (place, n)
-            for n, model in enumerate(models)
+        matches = {
+            place: model
+            for model in models
             for pattern, place in model.patterns.items()
             if name and fnmatchcase(name[:MAX_NAME], pattern)
-        ]
+        }
         if matches:
-            _, n = min(matches)
-            return models[n]
+            return matches[min(matches)]
         served = [named for model in models for named in (model, *model.adapters.values())]
         ids = ", ".join(dict.fromkeys(repr(named.id) for named in served))
         message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
