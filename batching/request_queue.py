@@ -206,7 +206,6 @@ class FairQueue:
         self._changed[item.owner] = None
 
     def remove(self, item: WorkItem) -> None:
-        """Remove an item that is answered, or whose client has left."""
         if item.started:
             self._running -= item.units
         else:
@@ -353,7 +352,6 @@ class RequestQueue:
             )
 
     def has_model(self, model: str, queue: FairQueue) -> None:
-        """Queue the items that have awaited a model."""
         del self.awaiting[model]
         for item in [i for i in self.items if i.model == model and i.awaits_model]:
             item.awaits_model = False
