@@ -21,7 +21,7 @@ from server.apis.openai.batches.store import (
     LineResult,
     open_folder,
 )
-from server.apis.openai.store import ListPage
+from server.apis.openai.store import ListPage, Store
 from server.http.errors import HttpError
 from tests.postgres import Databases, kill
 
@@ -342,7 +342,7 @@ def test_files_whose_contents_were_in_a_folder_are_dropped(tmp_path: Path) -> No
     """As an earlier version has left them."""
     database = open_folder(str(tmp_path))
     first, *_ = store_module.MIGRATIONS
-    database.migrate("batches", [first])
+    Store(database, "batches", [first])
     columns = "id, namespace, purpose, filename, bytes, created_at, expires_at, is_whole"
     database.execute(
         f"INSERT INTO files ({columns}) VALUES ('file-1', ?, '', '', 1, 1, 1, 1)", [KEY]

@@ -13,10 +13,12 @@ import secrets
 import sqlite3
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
+
+if TYPE_CHECKING:
+    from server.apis.openai.postgres import PostgresDatabase
 
 OPEN_S = 30.0  # to wait for other processes that open a new file
 MAX_LOG_BYTES = 1 << 26  # of the write-ahead log on the disk, once no reader needs more
@@ -33,64 +35,6 @@ class DatabaseDown(OSError):
 
 class NewerSchema(Exception):
     """A newer server has migrated the database."""
-
-
-class Database(ABC):
-    is_shared: bool  # other processes find its rows
-    # Clauses of SELECT for rows that the transaction changes; SQLite has one transaction at a time.
-    for_update = ""
-    skip_locked = ""
-    types: ClassVar[Mapping[str, str]] = {}  # from SQLite's types to its own, in this order
-
-    def __init__(self) -> None:
-        self.process = secrets.token_hex(4)  # the name of this one
-
-    @abstractmethod
-    def execute(self, sql: str, values: Sequence[object] = ()) -> list[Row]:
-        """Run a statement, and return its rows; in a transaction of the thread, if there is one."""
-
-    @abstractmethod
-    def execute_many(self, sql: str, rows: Sequence[Sequence[object]]) -> None:
-        """Run a statement with each of the rows, within a transaction."""
-
-    @abstractmethod
-    def transaction(self) -> contextlib.AbstractContextManager[None]:
-        """Begin a transaction, or go on with that of the thread."""
-
-    @abstractmethod
-    def is_alive(self, process: str) -> bool:
-        """Return whether another process still runs."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the lock of this process, and close all connections."""
-
-    def renew(self) -> None:  # noqa: B027
-        """Connect again if the connection of this process's lock is lost."""
-
-    def migrate(self, name: str, scripts: Sequence[str]) -> None:
-        """Bring tables to their newest version, the number of scripts. Raises NewerSchema."""
-        with self.transaction():
-            version = self._version(name)
-            if version > len(scripts):
-                known = f"this server knows versions up to {len(scripts)}"
-                raise NewerSchema(f"its schema {name!r} has version {version}, and {known}")
-            for script in scripts[version:]:
-                script = script.format(now=int(time.time() * 1e6))
-                for type_, own in self.types.items():
-                    script = script.replace(type_, own)
-                for statement in filter(str.strip, script.split(";")):
-                    self.execute(statement)
-            if version < len(scripts):
-                self._set_version(name, len(scripts))
-
-    @abstractmethod
-    def _version(self, name: str) -> int:
-        """Return the version of tables, 0 if there are none. No other process migrates until the
-        end of the transaction."""
-
-    @abstractmethod
-    def _set_version(self, name: str, version: int) -> None: ...
 
 
 def use_write_ahead_log(database: sqlite3.Connection) -> None:
@@ -133,12 +77,16 @@ def lock_file(path: Path) -> int | None:
     return file
 
 
-class SqliteDatabase(Database):
+class SqliteDatabase:
     """`path` is a file, or `:memory:`. Raises OSError or sqlite3.Error if it cannot be used."""
 
+    # Clauses of SELECT for rows that the transaction changes; SQLite has one transaction at a time.
+    for_update = skip_locked = ""
+    types: ClassVar[Mapping[str, str]] = {}  # from SQLite's types to its own, in this order
+
     def __init__(self, path: str) -> None:
-        super().__init__()
-        self.is_shared = path != ":memory:"
+        self.process = secrets.token_hex(4)  # the name of this one
+        self.is_shared = path != ":memory:"  # other processes find its rows
         self.is_alone = True  # no other process had it open before
         self._path = Path(path)
         self._lock = threading.RLock()
@@ -155,14 +103,17 @@ class SqliteDatabase(Database):
                 self._lock_process()
 
     def execute(self, sql: str, values: Sequence[object] = ()) -> list[Row]:
+        """Run a statement, and return its rows; in a transaction of the thread, if there is one."""
         with self._lock:
             return self.connection.execute(sql, values).fetchall()
 
     def execute_many(self, sql: str, rows: Sequence[Sequence[object]]) -> None:
+        """Run a statement with each of the rows, within a transaction."""
         self.connection.executemany(sql, rows)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
+        """Begin a transaction, or go on with that of the thread."""
         with self._lock:
             if self.connection.in_transaction:
                 yield
@@ -177,6 +128,7 @@ class SqliteDatabase(Database):
                 raise
 
     def close(self) -> None:
+        """Release the lock of this process, and close all connections."""
         with self._lock:
             self.connection.close()
             if self.is_shared:
@@ -205,8 +157,16 @@ class SqliteDatabase(Database):
         assert file is not None
         self._locked = file
 
-    def _version(self, name: str) -> int:
+    def renew(self) -> None:
+        """Connect again if the connection of this process's lock is lost: there is none here."""
+
+    def version(self, name: str) -> int:
+        """Return the version of tables, 0 if there are none. No other process migrates until the
+        end of the transaction."""
         return int(self.execute("PRAGMA user_version")[0][0])
 
-    def _set_version(self, name: str, version: int) -> None:
+    def set_version(self, name: str, version: int) -> None:
         self.connection.execute(f"PRAGMA user_version = {version}")
+
+
+Database: TypeAlias = Union[SqliteDatabase, "PostgresDatabase"]

@@ -9,6 +9,7 @@ After an outage no process judges another one until all have had the time to con
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
 
 from batching.errors import InvalidInput
-from server.apis.openai.database import Database, DatabaseDown, Row
+from server.apis.openai.database import DatabaseDown, Row
 
 logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # each call here reports its failure
 
@@ -62,7 +63,7 @@ def configure(connection: PostgresConnection) -> None:
     connection.execute(SESSION)
 
 
-class PostgresDatabase(Database):
+class PostgresDatabase:
     """Raises DatabaseDown if the server of `url` cannot be reached, ValueError for a wrong one."""
 
     is_shared = True
@@ -76,7 +77,7 @@ class PostgresDatabase(Database):
     }
 
     def __init__(self, url: str) -> None:
-        super().__init__()
+        self.process = secrets.token_hex(4)
         try:
             self._options: Any = CONNECTION | conninfo_to_dict(url) | {"autocommit": True}
         except psycopg.ProgrammingError:  # its text may quote the password
@@ -162,7 +163,7 @@ class PostgresDatabase(Database):
             with self._pool.connection() as connection:
                 yield connection
 
-    def _version(self, name: str) -> int:
+    def version(self, name: str) -> int:
         self.execute("SELECT pg_advisory_xact_lock(?)", (MIGRATION_LOCK,))
         self.execute(
             "CREATE TABLE IF NOT EXISTS schema_versions "
@@ -171,7 +172,7 @@ class PostgresDatabase(Database):
         rows = self.execute("SELECT version FROM schema_versions WHERE name = ?", (name,))
         return rows[0][0] if rows else 0
 
-    def _set_version(self, name: str, version: int) -> None:
+    def set_version(self, name: str, version: int) -> None:
         inserted = "INSERT INTO schema_versions VALUES (?, ?) ON CONFLICT (name) DO UPDATE"
         self.execute(f"{inserted} SET version = excluded.version", (name, version))
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput, QueueFull
-from server.apis.openai.database import Database, DatabaseDown
+from server.apis.openai.database import Database, DatabaseDown, NewerSchema
 from server.http.json import to_json
 
 log = logging.getLogger("onequeue.store")
@@ -89,7 +90,19 @@ class Store:
 
     def __init__(self, database: Database, name: str, migrations: Sequence[str]) -> None:
         self.database = database
-        database.migrate(name, migrations)
+        with database.transaction():
+            version = database.version(name)
+            if version > len(migrations):
+                known = f"this server knows versions up to {len(migrations)}"
+                raise NewerSchema(f"its schema {name!r} has version {version}, and {known}")
+            for script in migrations[version:]:
+                script = script.format(now=int(time.time() * 1e6))
+                for type_, own in database.types.items():
+                    script = script.replace(type_, own)
+                for statement in filter(str.strip, script.split(";")):
+                    database.execute(statement)
+            if version < len(migrations):
+                database.set_version(name, len(migrations))
 
     def close(self) -> None:
         self.database.close()
