@@ -54,10 +54,9 @@ TOKEN_KINDS = {  # the label, by the report's field
 
 
 async def metrics(request: Request) -> Response:
-    request.app.metrics.describe_adapters()
-    request.app.metrics.describe_stored(request.app.settings)
-    request.app.metrics.describe_fallbacks(request.app.worker_client.models)
-    exposed = WithoutCreated(request.app.metrics.registry)
+    app = request.app
+    app.metrics.refresh(app.settings, app.worker_client.models)
+    exposed = WithoutCreated(app.metrics.registry)
     return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -227,22 +226,16 @@ class Metrics:
     def _sum_of_last_steps(self, field: str) -> float:
         return float(sum(getattr(report, field) for report in self._last_steps.values()))
 
-    def describe_adapters(self) -> None:
-        """Replace the labels of the adapters' gauge by their current state."""
+    def refresh(self, settings: Settings, models: Mapping[str, ServedModel]) -> None:
+        """Set the gauges of adapters, of files in KV_CACHE_DIR and of fallbacks."""
         self._adapters.clear()
         if self.max_adapters:
             running, waiting = (",".join(names) for names in self.adapter_names())
             self._adapters.labels(running, waiting, self.max_adapters).set_to_current_time()
-
-    def describe_stored(self, settings: Settings) -> None:
-        """Set the gauges of the files in KV_CACHE_DIR."""
         if (folder := settings.kv_cache_dir) != "none":
             usage = open_store(folder, int(settings.kv_cache_dir_gb * 1e9)).usage
             self._files_bytes.set(usage.bytes)
             self._files_age.set(max(0.0, time.time() - usage.oldest_at))
-
-    def describe_fallbacks(self, models: Mapping[str, ServedModel]) -> None:
-        """Replace the fallbacks of all models by those of now."""
         self._fallbacks.clear()
         for name, model in models.items():
             for fallback in model.fallbacks:

@@ -201,7 +201,7 @@ def test_metrics_have_the_size_and_the_age_of_the_files(tmp_path: Path) -> None:
     [file] = (tmp_path / "kv").glob("*.segment")
     os.utime(file, (time.time() - 500, time.time() - 500))
     assert open_stored_prefixes(settings)  # as a server that starts
-    metrics.describe_stored(settings)
+    metrics.refresh(settings, {})
     value = metrics.registry.get_sample_value
     assert value("onequeue_kv_files_bytes") == 100_004
     assert 500 <= (value("onequeue_kv_files_age_seconds") or 0) < 560
