@@ -5,7 +5,7 @@ breaks, as in vLLM; in a message with media they stay parts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,6 +14,10 @@ from server.apis.openai.media import FileData, FileUrl, ImageUrl, url_input
 from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
 from worker.messages.generation import INPUT, MAX_MEDIA, Chat, MediaInput, MediaKind
+
+if TYPE_CHECKING:
+    from server.apis.openai.chat import ChatRequest
+    from server.apis.openai.tokenize import TokenizeRequest
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
@@ -195,16 +199,8 @@ class Message(Struct):
 Messages = Annotated[list[Annotated[Message, MESSAGE_FIELDS]], NON_EMPTY]
 
 
-class TemplateOptions(Protocol):
-    """The fields of a request that control the chat template."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
-
-
 def conversation(
-    options: TemplateOptions,
+    options: "ChatRequest | TokenizeRequest",
     messages: list[Message],
     tools: Sequence[Document] | None,
     effort: str | None = None,
