@@ -1,7 +1,4 @@
-"""The models that the settings name, each with its name in the registry and its own settings.
-
-app.py makes the registry of them, routes.py the names that requests use.
-"""
+"""The models that the settings name, each with its name in the registry and its own settings."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""The routes: a path for each endpoint whose model is served.
-
-app.py makes them once, from the settings, before any model is loaded.
-"""
+"""The routes: a path for each endpoint whose model is served."""
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """`POST /v1/chat/completions`: the next message of a conversation, whole or in chunks.
 
-    body → ChatRequest → GenerationInput → deltas → ChatBuilder → message, or chunks
-
-endpoint.py submits the input and sends the response; choices.py has what completions share.
+body → ChatRequest → GenerationInput → deltas → ChatBuilder → message, or chunks
 """
 
 from collections import Counter

@@ -1,8 +1,4 @@
-"""Responses with numbered choices, in chunks or whole: chat and text completions.
-
-endpoint.py feeds the deltas of a request to a ChoicesBuilder; chat.py and completions.py build its
-choices.
-"""
+"""Responses with numbered choices, in chunks or whole: chat and text completions."""
 
 import secrets
 import time

@@ -1,8 +1,6 @@
 """`POST /v1/completions`: the continuation of texts or token ids, whole or in chunks.
 
-    body → CompletionRequest → a GenerationInput per prompt → deltas → CompletionBuilder → choices
-
-endpoint.py submits the inputs and sends the response; choices.py has what chat completions share.
+body → CompletionRequest → a GenerationInput per prompt → deltas → CompletionBuilder → choices
 """
 
 from collections import Counter

@@ -416,8 +416,7 @@ class ModelListing:
         errors=[403],
     )
     async def load_events(self, request: Request) -> Response:
-        """Load a model as transformers' server does: an event for each change, the last is `ready`
-        or `error`. Its chat client waits for `ready` before its first message."""
+        """transformers' chat client waits for `ready` before its first message."""
         model = await self._model(request.scope, request.receive, self.named)
         if model.residency.is_ready:
             frame = data_frame(LoadEvent("ready", model.id, cached=True))

@@ -1,8 +1,6 @@
 """`/v1/conversations`: items that are kept, and that the `conversation` of a response continues.
 
-    clients, Responses.store_response → ResponseStore.extend → Responses.parse
-
-Bodies are parsed, and the store is used, in pool threads.
+clients, Responses.store_response → ResponseStore.extend → Responses.parse
 """
 
 import secrets

@@ -2,10 +2,8 @@
 
     body → request, previous items (pool) → submit → deltas → response → store → client
 
-The path of every generation request (endpoint.py), with a store. A background response is
-a job (jobs.py) until it has ended. It is found in the store from its beginning; where that
-is a file, other processes find it too, and may cancel it. A streamed one is read from there
-(event_stream.py), again if the connection is lost.
+The path of every generation request (endpoint.py), with a store. A background response is a job
+(jobs.py) until it has ended; a streamed one is read from the store (event_stream.py).
 """
 
 import asyncio

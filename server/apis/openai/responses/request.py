@@ -1,8 +1,6 @@
 """The request of `POST /v1/responses`, and its conversion to the model's input.
 
-    ResponseRequest, previous items --generation_input--> GenerationInput
-
-items.py converts the items to messages; endpoint.py reads the previous ones from the store.
+ResponseRequest, previous items --generation_input--> GenerationInput
 """
 
 from collections.abc import Mapping, Sequence
