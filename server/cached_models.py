@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -28,39 +29,37 @@ MAX_WAIT_S = 5.0  # of a request for a scan
 Checkpoints = dict[str, tuple[str, Path]]  # kinds and paths, by name
 
 
+@dataclass(eq=False)
 class CachedModels:
     """`entries`: the configured models. `named`: the same by kind, to which those of the cache are
     added. `make`: returns the registry's entries of models."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        entries: Sequence[ModelEntry],
-        named: Mapping[str, list[NamedModel]],
-        worker_client: WorkerClient,
-        make: Callable[[Sequence[ModelEntry]], Sequence[ServedModel]],
-    ) -> None:
-        self._settings, self._entries, self._named = settings, entries, named
-        self._worker_client, self._make = worker_client, make
+    settings: Settings
+    entries: Sequence[ModelEntry]
+    named: Mapping[str, list[NamedModel]]
+    worker_client: WorkerClient
+    make: Callable[[Sequence[ModelEntry]], Sequence[ServedModel]]
+
+    def __post_init__(self) -> None:
         self._seen: dict[str, int] = {}
         self._next_at = 0.0  # when the cache may be scanned again
         self._scan: asyncio.Task[None] | None = None
 
     def find(self) -> Checkpoints:
         """Return models of the cache that were not found before. Reads their files."""
-        return dict(scan(Path(constants.HF_HUB_CACHE), self._named, self._seen))
+        return dict(scan(Path(constants.HF_HUB_CACHE), self.named, self._seen))
 
     def add(self, found: Checkpoints) -> None:
-        models = ModelGroup(*self._named.values()).models
+        models = ModelGroup(*self.named.values()).models
         known = {name for model in models for name in (*model.names, *model.adapters)}
         new = {name: found[name] for name in found if name not in known}
         for name, (kind, path) in new.items():
             reference = ModelReference(name, name, str(path), is_named=True)
-            entry = entry_on_demand(kind, reference, self._settings, self._entries)
-            self._worker_client.manager.add(*self._make([entry]))
-            model = NamedModel(reference, self._worker_client, entry.name)
+            entry = entry_on_demand(kind, reference, self.settings, self.entries)
+            self.worker_client.manager.add(*self.make([entry]))
+            model = NamedModel(reference, self.worker_client, entry.name)
             model.names.add(":".join(filter(None, split_file(name))))
-            self._named[kind].append(model)
+            self.named[kind].append(model)
 
     async def rescan(self) -> None:
         """Scan the cache and register new models, unless it was scanned a moment ago."""

@@ -7,6 +7,7 @@ generated, and after its end, by any number of clients of any process.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -27,23 +28,19 @@ if TYPE_CHECKING:
 POLL_S = 0.5  # how often events that another process adds are looked for
 
 
+@dataclass(eq=False)
 class StoredEvents(Response):
     """The events of a response after the one of number `after`. `job`: None if it has ended, or
     belongs to another process. It sets `readers` with each event, and `last_event` at its end."""
 
-    def __init__(
-        self,
-        store: ResponseStore,
-        namespace: bytes,
-        id: str,
-        after: int,
-        job: "BackgroundJob | None",
-        headers: Sequence[Header] = (),
-    ) -> None:
-        self.store, self.namespace, self.id, self.after = store, namespace, id, after
-        self.job, self.extra_headers = job, headers
-        self.added = asyncio.Event()
-        self.is_idle = False
+    store: ResponseStore
+    namespace: bytes
+    id: str
+    after: int
+    job: "BackgroundJob | None"
+    extra_headers: Sequence[Header] = ()
+    added: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    is_idle: bool = field(init=False, default=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         readers = self.job.readers if self.job else set()
