@@ -12,7 +12,7 @@ from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_S
 from worker.engines.pipeline.engine import PipelineEngine
 from worker.messages.generation import TEXT_ONLY, transcription_chat
-from worker.messages.protocol import ALONE, ModelInfo, NoOtherModels, OtherModels, Runner
+from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
 from worker.registry import ServedModel
 
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
@@ -76,7 +76,7 @@ class FakeRunner:
             raise RuntimeError("the worker is broken")
 
 
-class BusyModels(NoOtherModels):
+class BusyModels(OtherModels):
     """Other models that always have work; counts their steps."""
 
     busy = True

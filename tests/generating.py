@@ -26,7 +26,7 @@ from worker.engines.generation.loading import load_generator, paged_engine
 from worker.engines.generation.output import SequenceOutput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput, Sampling, Stopping
-from worker.messages.protocol import Generator, NoOtherModels, Pending, StepReport
+from worker.messages.protocol import Generator, OtherModels, Pending, StepReport
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
@@ -165,7 +165,7 @@ def prepare(generator: Generator, item: GenerationItem) -> None:
     when_ready(lambda: generator.prepare(item))
 
 
-class Woken(NoOtherModels):
+class Woken(OtherModels):
     """Lets a test wait for the end of a read as the worker's thread does."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ from worker.error_classification import failure_of
 from worker.load_context import LoadContext, loading
 from worker.loader import Job, Loader
 from worker.messages.adapters import Adapter
-from worker.messages.protocol import State, StepOutcome
+from worker.messages.protocol import OtherModels, State, StepOutcome
 from worker.registry import ServedModel
 
 log = logging.getLogger("onequeue.worker")
@@ -79,8 +79,8 @@ class Listener(Protocol):
 
 
 @dataclass(eq=False)
-class OtherServedModels:
-    """Implements OtherModels of worker.messages.protocol for one model."""
+class OtherServedModels(OtherModels):
+    """The other models of one model."""
 
     worker: "Worker"
     name: str  # of that model
@@ -88,7 +88,7 @@ class OtherServedModels:
 
     @property
     def busy(self) -> bool:
-        return self.worker.has_other_work(self.name)
+        return bool(self.worker.busy - {self.name})
 
     @property
     def max_turn_s(self) -> float:
@@ -129,7 +129,7 @@ class Worker:
         self._thread_tuner = ThreadTuner(cores)
         self.dead = False
         self.busy_since = float("inf")
-        self._busy: set[str] = set()  # names of models whose engines have items
+        self.busy: set[str] = set()  # names of models whose engines have items
         self._failing: set[str] = set()  # of models whose breaker is open
         # Seconds that models have computed. One that becomes busy starts at those of the others.
         self._used_s: dict[str, float] = {}
@@ -307,7 +307,7 @@ class Worker:
         model.state = "ready"
 
     def _remove(self, model: ServedModel) -> None:
-        self._busy.discard(model.name)
+        self.busy.discard(model.name)
         self._failing.discard(model.name)
         model.take_engine()
 
@@ -350,7 +350,7 @@ class Worker:
         if self._jobs:
             return 0.0
         due = [self._trim_at]
-        due += [self.models[name].engine.due_at(self._idle_since) for name in self._busy]
+        due += [self.models[name].engine.due_at(self._idle_since) for name in self.busy]
         due += [self.models[name].breaker.probe_at for name in self._failing]
         times = [at for at in due if at is not None]
         return max(0.0, min(times) - self.clock()) if times else None
@@ -363,10 +363,10 @@ class Worker:
         except BaseException as error:
             self._fail(item.model, [item], error)
         else:
-            if item.model not in self._busy:
-                used_s = [self._used_s[name] for name in self._busy]
+            if item.model not in self.busy:
+                used_s = [self._used_s[name] for name in self.busy]
                 self._used_s[item.model] = max(used_s, default=0.0)
-            self._busy.add(item.model)
+            self.busy.add(item.model)
 
     def run_other_steps(self, running: str, in_step: bool = True) -> None:
         """At a yield point of one model's step, receive items and run a step of each other model.
@@ -384,10 +384,6 @@ class Worker:
             self._resumed_at[running] = self.clock()
         self._begin_step()
 
-    def has_other_work(self, name: str) -> bool:
-        """Return whether another model has items."""
-        return bool(self._busy - {name})
-
     def _run_steps(self) -> None:
         """Run a job, a step of each engine that has one due, and the probes that are due. Then
         engines of short steps run more, until they have computed as long as the others: else a
@@ -399,12 +395,12 @@ class Worker:
             if name in self._failing:
                 self._reject_waiting(model)
                 self._probe(model)
-            if name in self._busy:
+            if name in self.busy:
                 self._run_step(model)
-        busy = self._busy - {*self._in_step}
-        while len(self._busy) > 1 and busy and self._busy - {*self._in_step} <= busy:
+        busy = self.busy - {*self._in_step}
+        while len(self.busy) > 1 and busy and self.busy - {*self._in_step} <= busy:
             name = min(busy, key=self._used_s.__getitem__)
-            used_s = max(self._used_s[other] for other in self._busy)
+            used_s = max(self._used_s[other] for other in self.busy)
             if self._used_s[name] + self._last_step_s.get(name, 0.0) > used_s:
                 return
             if not self._run_step(self.models[name]):
@@ -412,7 +408,7 @@ class Worker:
             if not self._receive(0.0):
                 self.stop()  # after the round
                 return
-            busy &= self._busy
+            busy &= self.busy
 
     def _run_step(self, model: ServedModel) -> bool:
         """Return whether the engine had a step due."""
@@ -424,7 +420,7 @@ class Worker:
             self._count_time(model.name)
             self._last_step_s[model.name] = self._used_s[model.name] - used_s
             if not model.engine.busy:
-                self._busy.discard(model.name)
+                self.busy.discard(model.name)
 
     def _count_time(self, name: str) -> None:
         self._used_s[name] += self.clock() - self._resumed_at[name]
@@ -514,8 +510,8 @@ class Worker:
             self._failing.discard(model.name)
 
     def _reject_waiting(self, model: ServedModel) -> None:
-        if model.name in self._busy:
-            self._busy.discard(model.name)
+        if model.name in self.busy:
+            self.busy.discard(model.name)
             if items := model.engine.clear():
                 self._post(self._listener.on_rejected, items)
 

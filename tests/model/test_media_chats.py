@@ -25,7 +25,7 @@ from tests.multimodal import (
     unpaged,
     wav,
 )
-from worker.messages.protocol import NoOtherModels
+from worker.messages.protocol import OtherModels
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
 
 torch.set_num_threads(1)
@@ -177,7 +177,7 @@ def test_a_chat_goes_on_within_the_layers_of_the_encoder(
     driver = Driver(engine(model))
     generator, tokens = driver.generator, [0]
 
-    class Worker(NoOtherModels):
+    class Worker(OtherModels):
         def run_all_steps(self) -> None:
             tokens[-1] += driver.step().decode_tokens
 

@@ -22,7 +22,7 @@ from tests.tiny_tokenizers import llama_tokenizer
 from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.engines.pipeline.synthesis import SynthesisRunner
 from worker.media.audio import Recording
-from worker.messages.protocol import CUT, NoOtherModels, PipelineInput
+from worker.messages.protocol import CUT, OtherModels, PipelineInput
 from worker.messages.synthesis import SpeechInput
 from worker.model.loading import LoadingFailed
 
@@ -193,7 +193,7 @@ def test_other_models_draw_from_their_own_numbers_at_yield_points(voices: str) -
     expected = speak(run, seed=3)
     drawn: list[torch.Tensor] = []
 
-    class Others(NoOtherModels):
+    class Others(OtherModels):
         busy, max_turn_s = True, 0.2
 
         def run_steps(self) -> None:

@@ -177,18 +177,21 @@ class TextModel(Protocol):
         """Return the text of one token. Raises InvalidInput if the id does not exist."""
 
 
-class OtherModels(Protocol):
-    """The models that share the worker's thread with an engine's own. On that thread."""
+class OtherModels:
+    """The models that share the worker's thread with an engine's own: none, for an engine without a
+    worker. On that thread."""
 
-    total_s: float  # that `run_steps` has taken in all
+    total_s: float = 0.0  # that `run_steps` has taken in all
 
     @property
     def busy(self) -> bool:
         """Whether one of them has work: a step should then be short."""
+        return False
 
     @property
     def max_turn_s(self) -> float:
         """The longest time that a batch should take."""
+        return math.inf
 
     def run_steps(self) -> None:
         """Run a step of each that has one due. Called at the yield points of a long step."""
@@ -201,24 +204,7 @@ class OtherModels(Protocol):
         thread, for an engine that had none due."""
 
 
-class NoOtherModels:
-    """Implements OtherModels for an engine without a worker."""
-
-    busy = False
-    max_turn_s = math.inf
-    total_s = 0.0
-
-    def run_steps(self) -> None:
-        pass
-
-    def run_all_steps(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-
-ALONE = NoOtherModels()
+ALONE = OtherModels()
 
 
 class Runner(Protocol[Payload, Prepared, Raw]):
