@@ -54,7 +54,7 @@ def train(demo: Demo, steps: int, out: Path) -> None:
     start, mean = time.monotonic(), 0.0
     for step, loss in zip(range(1, steps + 1), demo.losses, strict=False):
         model.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), demo.max_norm)
         for schedule in demo.schedules:
             schedule.optimizer.step()

@@ -112,7 +112,7 @@ def test_an_encoders_layers_are_replaced_and_its_head_stays(name: str) -> None:
     assert linears(model.base_model) == {PackedLinear}
     enable_native_kernels(packing)
     assert linears(model.base_model) == {AmxLinear}
-    assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[no-untyped-call]
+    assert type(model.get_output_embeddings()) is nn.Linear
     assert (logits(model) - right).norm() < 2 * (before - right).norm()
 
 

@@ -298,7 +298,7 @@ def test_a_grammar_wins_over_suppressed_tokens() -> None:
     vocabulary = generator.runner.language.vocab_size
     try:
         for suppressed in (range(vocabulary), range(0, vocabulary, 2)):
-            model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            model.generation_config = GenerationConfig(
                 do_sample=False, eos_token_id=before.eos_token_id, suppress_tokens=[*suppressed],
                 min_new_tokens=40, no_repeat_ngram_size=1,
             )  # fmt: skip

@@ -454,7 +454,7 @@ def test_a_mask_does_not_hide_an_unusable_row(broken: float) -> None:
     assert choice.token == -1
 
 
-class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
+class CountedOperations(TorchDispatchMode):
     """Counts operations but views: on a GPU each is a launch."""
 
     count = 0

@@ -303,7 +303,7 @@ class CachedRunner:
         the prompt and each of them. Where `generate` raises, recompute the text for each token."""
         ids = torch.tensor([prompt], device=self.device)
         model: Any = self.model  # not annotated
-        greedy: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+        greedy = GenerationConfig(
             do_sample=False,
             num_beams=1,
             min_new_tokens=CHECK_STEPS,

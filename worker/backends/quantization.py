@@ -127,10 +127,9 @@ def quantization_arguments(
                 "bnb_4bit_compute_dtype": dtype,
             },
         }
-        untyped: Any = BitsAndBytesConfig  # not annotated
         # it logs each product of bfloat16 inputs
         logging.getLogger("bitsandbytes.autograd").setLevel(logging.ERROR)
-        return {"quantization_config": untyped(**bits[quantization]), **on_device}
+        return {"quantization_config": BitsAndBytesConfig(**bits[quantization]), **on_device}
     return {}
 
 
@@ -156,17 +155,15 @@ def check_method(section: dict[str, Any], device: torch.device) -> None:
     subject = f"its weights are quantized with {method}"
     accepts = is_dequantized(section, device) and not is_read_here(method)
     dequantize = {"dequantize": True} if accepts else {}
-    configs: Any = AutoQuantizationConfig  # not annotated
-    quantizers: Any = AutoHfQuantizer  # not annotated
     try:
         try:
-            config = configs.from_dict({**section, **dequantize})
+            config = AutoQuantizationConfig.from_dict({**section, **dequantize})
         except (TypeError, ValueError, AttributeError) as error:
             raise CannotQuantize(
                 f"the quantization_config in its config.json is invalid for {method}: "
                 + first_line(error).rstrip(".")
             ) from error
-        quantizer = quantizers.from_config(config, pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
         quantizer.validate_environment(device_map={"": device.type})
     except CannotQuantize:
         raise

@@ -31,7 +31,7 @@ class AsyncCopy:
         self._copy = tensor.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as torch leaves it
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> list[Any]:

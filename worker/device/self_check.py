@@ -141,7 +141,7 @@ def _restore(name: str, entries: Sequence[tuple[Any, int]]) -> None:
         setattr(owner, name, value)
 
 
-class TopKSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TopKSizes(TorchDispatchMode):
     """Records from how many values each `topk` selects."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from worker.model.loading import LoadingFailed
 log = logging.getLogger("onequeue.generation_config")
 
 FILE = "generation_config.json"
-FIELDS = frozenset(vars(GenerationConfig()))  # type: ignore[no-untyped-call]
+FIELDS = frozenset(vars(GenerationConfig()))
 MAX_TOKEN_ID = 1 << 62  # of any vocabulary
 MAX_FLOAT = sys.float_info.max  # without infinity
 Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
@@ -96,7 +96,7 @@ def to_watermark(kind: type, value: Any) -> Any:
     """Convert a watermarking_config, for msgspec. Raise ValueError or TypeError."""
     if isinstance(value, kind):  # transformers has parsed it
         return value
-    config: Any = WatermarkingConfig(**value)  # its methods are not annotated
+    config = WatermarkingConfig(**value)
     config.validate()
     if not 0 < config.greenlist_ratio < 1:
         raise ValueError("greenlist_ratio is not between 0 and 1")

@@ -152,14 +152,12 @@ class LanguageModel:
 
     @property
     def defaults(self) -> GenerationConfig:
-        empty: Any = GenerationConfig  # not annotated
-        return self.model.generation_config or empty()
+        return self.model.generation_config or GenerationConfig()
 
     @property
     def decoder(self) -> Any:
         """The part that attends over the paged cache: a multimodal model's text decoder."""
-        model: Any = self.model  # not annotated
-        return model.get_decoder() if self.is_multimodal else model
+        return self.model.get_decoder() if self.is_multimodal else self.model
 
     @property
     def context(self) -> int:

@@ -437,9 +437,8 @@ def _tile_digest(digest: bytes, number: int) -> bytes:
 def load_processor(path: str) -> Any:
     """Load a checkpoint's ProcessorMixin, its tokenizer with the chat template. Raises ImportError,
     naming the missing package, or ValueError if the checkpoint has no part for media."""
-    auto: Any = AutoProcessor
     try:
-        processor = auto.from_pretrained(path, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except ImportError as error:
         processor = _load_without_videos(path, error)
     parts = [name for names in KIND_NAMES.values() for name in names.attributes]

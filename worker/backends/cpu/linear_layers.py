@@ -450,7 +450,7 @@ FLOAT32_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 
 def packs_dtype(dtype: torch.dtype) -> bool:
     """Return whether this CPU multiplies packed weights for a model of this dtype."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
+    available: bool = torch.backends.mkldnn.is_available()
     return available and dtype in (torch.float32, torch.bfloat16)
 
 

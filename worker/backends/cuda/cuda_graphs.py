@@ -263,7 +263,7 @@ class CudaCapture:
     def __init__(self, checked: bool = False) -> None:
         self._checked = checked
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Run) -> tuple[Callable[[], Any], Tensor]:
         current = torch.cuda.current_stream()

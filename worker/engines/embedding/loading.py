@@ -269,7 +269,7 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
         return logits
 
     logits = on_worker(probe_logits)
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not annotated
+    head: Any = model.get_output_embeddings()
     weight, expected = head.weight.detach().float(), logits[yes]
     direction = weight[yes]
     if no is not None:

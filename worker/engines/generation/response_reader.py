@@ -71,9 +71,8 @@ class ResponseReader:
         return parsed_response(output.take_delta())
 
     def _encode(self, text: str) -> list[int]:
-        tokenize: Any = self.tokenizer  # calls of it are not annotated
-        ids: list[int] = tokenize(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        ids: Any = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids)
 
 
 def parsed_response(delta: Delta) -> ParsedResponse:

@@ -112,7 +112,7 @@ class StoredEngine(GenerationEngine):
         values = zip(cache.values, cache.layers, strict=True)
         own_values = (value for value, layer in values if not layer.values_in_keys)
         self._blocks, self._states = _rows_of(*cache.keys, *own_values), _rows_of(*cache.states)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._read_token_s = 0.0  # the time that reading a token takes; 0: there were no reads
         self._lock = threading.Lock()  # held while blocks are filled or readings cancelled
         self._readings: list[Reading] = []

@@ -154,14 +154,13 @@ def engine_config(runner: PipelineRunner, prepared: PreparedInput) -> Generation
     pipe, parameters = runner.pipe, dict(prepared.forward)
     parameters.pop("tokenizer", None)
     parameters.pop("prefix_length", None)
-    make: Any = GenerationConfig  # not annotated
     set_fields = {**pipe.model.generation_config.to_diff_dict(), **parameters}
     fields = {
         **GenerationConfig._get_default_generation_params(),
         **pipe._prepare_generate_kwargs(set_fields),
         "num_return_sequences": 1,  # the engine's choices
     }
-    config: GenerationConfig = make(**{k: v for k, v in fields.items() if v is not None})
+    config = GenerationConfig(**{k: v for k, v in fields.items() if v is not None})
     return None if config.stop_strings or not_served(vars(config)) else config
 
 

@@ -70,8 +70,7 @@ def load_speech(
         else:
             path = checkpoint_path(options.model, "speech")
             model, tokenizer, missing = load_checkpoint(options, path, auto_class)
-            untyped: Any = AutoFeatureExtractor
-            extractor = untyped.from_pretrained(path, trust_remote_code=False)
+            extractor = AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
         engine = new_engine(SpeechCheckpoint(model, tokenizer, extractor), options)
         if missing_weights_matter(model, missing, lambda: repr(engine.run_example()).encode()):
             raise LoadingFailed(describe_missing_weights(missing))

@@ -82,8 +82,7 @@ class WhisperVocabulary:
         prompt. Keeps the last `max_context` tokens. Raises InvalidInput for special tokens."""
         if not prompt.strip():
             return []
-        encode: Any = self.tokenizer
-        ids = encode(" " + prompt.strip(), add_special_tokens=False)["input_ids"]
+        ids: Any = self.tokenizer(" " + prompt.strip(), add_special_tokens=False)["input_ids"]
         if any(token >= self.end for token in ids):
             raise InvalidInput.at("prompt", "it contains a special token of the model")
         return [self.start_of_previous, *ids[-self.max_context :]]
