@@ -107,11 +107,12 @@ class GenerationEngine:
         self._new_scheduler = new_scheduler
         self._may_draft = True  # in the next step: the last one is read before it
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
+        self.times: StepTimes = self._budget.times
         # prompts that run whole may take long
         self._runs_ahead = RUNS_AHEAD[device] or runner.runs_ahead
         is_paged = isinstance(runner, PagedRunner)
         self._yield_points = None if is_paged else YieldPoints(runner.language.model)
-        self._speculation = Speculation(device, self._budget.times) if speculates else None
+        self._speculation = Speculation(device, self.times) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
         self._pending_masks: dict[Sequence, PendingMask] = {}  # until a token is sampled with them
@@ -133,10 +134,6 @@ class GenerationEngine:
         if not runner.decoder_hook or not preprocessor:
             return None
         return preprocessor.new_scheduler(runner, self._fail_multimodal)
-
-    @property
-    def times(self) -> StepTimes:
-        return self._budget.times
 
     @property
     def text_model(self) -> TextModel:
@@ -296,7 +293,7 @@ class GenerationEngine:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
         draft = self._draft if self._speculation and self._may_draft else None
-        spare_rows, resting = self._budget.times.spare_rows, self._requests_without_mask()
+        spare_rows, resting = self.times.spare_rows, self._requests_without_mask()
         doubling = self._budget.doubling_tokens
         return self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
 
@@ -506,7 +503,7 @@ class GenerationEngine:
         prompts = [chunk for chunk in step.batch.chunks if chunk.is_prefill]
         prefill = sum(chunk.count for chunk in prompts)
         keys = sum(chunk.count * (chunk.start + chunk.count / 2) for chunk in prompts)
-        self._budget.times.learn(prefill, rows - prefill, seconds, keys)
+        self.times.learn(prefill, rows - prefill, seconds, keys)
         if self._speculation and not prefill:
             self._speculation.learn(self._counts["decode_tokens"], seconds)
 
