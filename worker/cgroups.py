@@ -16,7 +16,10 @@ def cgroup_folders(process: Path, controller: str) -> Iterator[Path]:
     """
     groups = [line.split(":", 2)[1:] for line in lines_of(process / "cgroup")]
     for mount in filter(None, map(MOUNT.match, lines_of(process / "mountinfo"))):
-        root, mount_point = (_unescape(path) for path in mount.group(1, 2))
+        root, mount_point = (
+            re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
+            for path in mount.group(1, 2)
+        )
         version, options = mount.group(3, 4)
         name = controller if version == "cgroup" else ""
         if name and name not in options.split(","):
@@ -28,11 +31,6 @@ def cgroup_folders(process: Path, controller: str) -> Iterator[Path]:
                 for folder in (group, *group.parents):
                     if folder.is_relative_to(mount_point):
                         yield folder
-
-
-def _unescape(path: str) -> str:
-    """Return a path of mountinfo with its octal escapes replaced."""
-    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def lines_of(path: str | Path) -> list[str]:

@@ -110,7 +110,8 @@ def narrowed(part: PreTrainedModel, run: Callable[[], object]) -> Iterator[bool]
     A number with which `run` raises stays as it is: weights depend on it.
     """
     owners: dict[str, list[tuple[Any, int]]] = {}
-    for owner in {id(owner): owner for owner in _with_configs(part)}.values():
+    parts = [(module, getattr(module, "config", None)) for module in part.modules()]
+    for owner in {id(owner): owner for pair in parts for owner in pair if owner}.values():
         for name, value in vars(owner).items():
             is_key_number = KEY_NUMBERS.search(name) and not OTHER_NUMBERS.search(name)
             if type(value) is int and value >= MIN_NARROWED and is_key_number:
@@ -129,11 +130,6 @@ def narrowed(part: PreTrainedModel, run: Callable[[], object]) -> Iterator[bool]
     finally:
         for name, entries in owners.items():
             _restore(name, entries)
-
-
-def _with_configs(part: PreTrainedModel) -> Iterator[Any]:
-    for module in part.modules():
-        yield from filter(None, (module, getattr(module, "config", None)))
 
 
 def _restore(name: str, entries: Sequence[tuple[Any, int]]) -> None:

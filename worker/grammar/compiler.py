@@ -196,16 +196,13 @@ class GrammarCompiler:
             task = self._tasks[new.digest] = new
         task.compiles |= new.compiles
         try:
-            self._start_thread()
+            if not self._has_thread and not self._closed:
+                sandbox.start_with_large_stack(self._work)  # it waits for the lock
+                self._has_thread = True
         except RuntimeError as error:
             del self._tasks[new.digest]
             raise WorkerDown(UNAVAILABLE, 5) from error
         return Pending(lambda _, is_wanted, notify: self._wait(task, is_wanted, notify))
-
-    def _start_thread(self) -> None:
-        if not self._has_thread and not self._closed:
-            sandbox.start_with_large_stack(self._work)  # it waits for the lock
-            self._has_thread = True
 
     def _wait(self, task: _Task, is_wanted: IsWanted, notify: Notify) -> None:
         with self._lock:

@@ -73,6 +73,7 @@ COMMON = {
     "CPP_COMMENT": r"\/\/[^\n]*",
     "SQL_COMMENT": r"--[^\n]*",
 }
+START = re.compile(r"%|[!?_]?[?_]?[a-zA-Z][\w-]*[^\n:]*:|\Z")  # of a statement
 STRICT_JSON = {"whitespace_flexible": False}  # a pattern that is not supported is an error
 IGNORE = "%ignore"
 PREFIX = "onequeue_"  # of new rules
@@ -137,12 +138,15 @@ def _statements(grammar: str) -> Iterator[list[Lexical]]:
         if token["newline"] is not None:
             following = TOKEN.match(grammar, position)
             is_continued = following is not None and following[0] in ("|", "->", "&")
-            if statement and not is_continued and _is_start(grammar, position):
+            if statement and not is_continued and START.match(grammar, position):
                 yield statement
                 statement = []
         elif token["import"]:
             names = [token["imported"]] if token["imported"] else re.findall(r"\w+", token["list"])
-            yield from (_imported(name, token["alias"]) for name in names)
+            for name in names:
+                if name not in COMMON:
+                    raise ValueError(f"there is no terminal common.{name[:50]}")
+                yield [token["alias"] or name, ":", (parse_regex(COMMON[name], ""), "")]
         elif token["string"] is not None and token["ignores_case"]:
             pattern = "".join(map(regex_char, _decode_string(token["string"])))
             statement.append((parse_regex(pattern, "i"), "i"))
@@ -161,17 +165,6 @@ def _statements(grammar: str) -> Iterator[list[Lexical]]:
         raise ValueError("its braces are not balanced")
     if statement:
         yield statement
-
-
-def _is_start(grammar: str, position: int) -> bool:
-    """Return whether a statement starts here."""
-    return bool(re.match(r"%|[!?_]?[?_]?[a-zA-Z][\w-]*[^\n:]*:|$", grammar[position:]))
-
-
-def _imported(name: str, alias: str | None) -> list[Lexical]:
-    if name not in COMMON:
-        raise ValueError(f"there is no terminal common.{name[:50]}")
-    return [alias or name, ":", (parse_regex(COMMON[name], ""), "")]
 
 
 def _decode_string(literal: str) -> str:
@@ -196,7 +189,7 @@ class TerminalRewriter:
 
     def rewrite(self, statements: Sequence[Sequence[Lexical]]) -> list[str]:
         definitions = {_name(s): s for s in statements if s[0] != IGNORE}
-        terminals = {name: s for name, s in definitions.items() if _is_terminal(name)}
+        terminals = {n: s for n, s in definitions.items() if n.lstrip("!?_")[:1].isupper()}
         self._rules: dict[str, str] = {}  # new names, of terminals that become rules
         before = -1
         while before < len(self._rules):
@@ -263,7 +256,3 @@ def _name(statement: Sequence[Lexical]) -> str:
     if not isinstance(name, str) or ":" not in statement:
         raise ValueError(f"{str(name)[:20]!r} starts no rule")
     return name
-
-
-def _is_terminal(name: str) -> bool:
-    return name.lstrip("!?_")[:1].isupper()

@@ -58,8 +58,11 @@ def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
                 xmp_orientation = int(match[1])
     else:
         raise TooComplex(f"it has more than {MAX_SEGMENTS} segments")
-    orientation = exif.orientation(b"".join(exif_parts)) or xmp_orientation
-    return b"".join([data[:2], _orientation_segment(orientation), *kept]), scans
+    if orientation := exif.orientation(b"".join(exif_parts)) or xmp_orientation:
+        content = exif.with_orientation(orientation)
+        length = (len(content) + 2).to_bytes(2, "big")
+        kept.insert(0, b"\xff%c%b%b" % (EXIF_OR_XMP, length, content))
+    return b"".join([data[:2], *kept]), scans
 
 
 def _next_marker(data: bytes, at: int) -> re.Match[bytes] | None:
@@ -67,10 +70,3 @@ def _next_marker(data: bytes, at: int) -> re.Match[bytes] | None:
         if marker := MARKER.search(data, start, start + SEARCH_BYTES + 1):
             return marker
     return None
-
-
-def _orientation_segment(orientation: int) -> bytes:
-    if not orientation:
-        return b""
-    content = exif.with_orientation(orientation)
-    return b"\xff%c%b%b" % (EXIF_OR_XMP, (len(content) + 2).to_bytes(2, "big"), content)

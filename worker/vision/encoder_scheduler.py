@@ -90,7 +90,8 @@ class EncoderScheduler:
     def _max_batch(self, item: MultimodalItem) -> int:
         if self.encoder.hook.model.device.type != "cpu":
             return MAX_BATCH
-        return max(1, min(MAX_BATCH, MAX_CPU_NUMEL // item.max_numel))
+        largest = max(tensor.numel() for tensor in item.inputs.values())
+        return max(1, min(MAX_BATCH, MAX_CPU_NUMEL // largest))
 
     def _missing(self, prompt: MultimodalPrompt) -> list[MultimodalItem]:
         try:

@@ -128,10 +128,6 @@ class MultimodalItem(NamedTuple):
         """Items of equal shape can be encoded in one batch."""
         return self.ids, *((name, tensor.shape) for name, tensor in sorted(self.inputs.items()))
 
-    @property
-    def max_numel(self) -> int:
-        return max(tensor.numel() for tensor in self.inputs.values())
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ProcessorOutput:

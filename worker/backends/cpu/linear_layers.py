@@ -399,19 +399,11 @@ def _packed_in_float32(x: Tensor, packed: Tensor, bias: Tensor | None, *_: Any) 
     return _product_in_float32(x, packed.to_dense(), bias)
 
 
-def _bf16_in_float32(x: Tensor, panels: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    return _product_in_float32(x, _unpaired(panels, columns, x.shape[-1]), bias)
-
-
 def _int8_in_float32(
     x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None, columns: int
 ) -> Tensor:
     codes = _unpaired(panels, columns, x.shape[-1]).float() - INT8_ZERO
     return _product_in_float32(x, codes * scales[:columns, None], bias)
-
-
-def _int4_in_float32(x: Tensor, blocks: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    return _product_in_float32(x, _int4_weight(blocks)[:columns, : x.shape[-1]], bias)
 
 
 def _experts_in_float32(x: Tensor, *args: Any) -> Tensor:
@@ -441,9 +433,13 @@ def _product_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 FLOAT32_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.mkldnn._linear_pointwise: _packed_in_float32,
     torch.ops.onequeue.packed_linear: _packed_in_float32,
-    torch.ops.onequeue.bf16_weight_linear: _bf16_in_float32,
+    torch.ops.onequeue.bf16_weight_linear: lambda x, panels, bias, columns: _product_in_float32(
+        x, _unpaired(panels, columns, x.shape[-1]), bias
+    ),
     torch.ops.onequeue.int8_linear: _int8_in_float32,
-    torch.ops.onequeue.int4_linear: _int4_in_float32,
+    torch.ops.onequeue.int4_linear: lambda x, blocks, bias, columns: _product_in_float32(
+        x, _int4_weight(blocks)[:columns, : x.shape[-1]], bias
+    ),
     torch.ops.onequeue.experts_linear: _experts_in_float32,
 }
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
 from worker.engines.speech.interfaces import Decoder
 from worker.engines.speech.log_mel import LogMelReader
 from worker.engines.speech.vocabulary import WhisperVocabulary
@@ -169,7 +171,8 @@ class WhisperDecoder(Decoder[WhisperWindow]):
 
     @property
     def _language_name(self) -> str:
-        return self.vocabulary.language_name(self.language)
+        """The name that OpenAI uses, such as `english`; empty if it is not known."""
+        return LANGUAGES.get(self.language, self.language) if self.language else ""
 
     def _words(
         self, window: WhisperWindow, span: SegmentSpan, token_ends: Sequence[float]

@@ -9,7 +9,7 @@ from string import punctuation
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from worker.model.loading import LoadingFailed
@@ -58,10 +58,6 @@ class WhisperVocabulary:
         if code not in (self.languages or ("en",)):
             raise InvalidInput.at("language", f"the model does not support {language!r}")
         return code
-
-    def language_name(self, code: str | None) -> str:
-        """Return the name that OpenAI uses, such as `english`; empty without a code."""
-        return LANGUAGES.get(code, code) if code else ""
 
     def task_tokens(self, task: str) -> list[int]:
         """Raise InvalidInput if the model does not support the task."""
