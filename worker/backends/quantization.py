@@ -52,7 +52,6 @@ def quantization_of(config: Any) -> dict[str, Any]:
 
 
 def method_of(section: dict[str, Any]) -> str:
-    """Return the method of a quantization_config."""
     if section.get("load_in_8bit") or section.get("load_in_4bit"):
         return "bitsandbytes"
     return str(section.get("quant_method"))

@@ -317,12 +317,10 @@ class RecurrentProbe:
         return {n for n, one in enumerate(self.cache.layers) if isinstance(one, CacheLayerMixin)}
 
     def record_attention(self) -> None:
-        """Record that the running modules attend."""
         if self.cache is not None:
             self._attending |= {call.module for call in self.cache.running}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return the arguments of the forward to record."""
         if self.cache is None:
             return {"use_cache": False}
         return {"use_cache": True, cache_argument(model): self.cache}

@@ -316,7 +316,6 @@ def _entries(shape: Shape, make_entry: Callable[[str, Any], str]) -> dict[str, E
 
 
 def _count(value: Any) -> int | None:
-    """Return a keyword's number of items."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(min(max(0, value), MAX_COUNT)) if is_number else None
 

@@ -41,7 +41,6 @@ def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
 
 @cache
 def code_digest() -> bytes:
-    """Return a digest of this version's code."""
     root, digest = Path(__file__).parents[2], blake2b(digest_size=16)
     for folder in CODE:
         for file in sorted((root / folder).rglob("*")):

@@ -68,7 +68,6 @@ def _row_sum(x, out, columns, divisor, tile: tl.constexpr, total_type: tl.conste
 
 @triton.jit
 def _row_cumsum(x, out, columns, tile: tl.constexpr, total_type: tl.constexpr):
-    """Compute the cumulative sums of one row."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.zeros([1], total_type)
     for start in range(0, columns, tile):
@@ -98,12 +97,10 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product [M, N] of a [M, K] and b [K, N]."""
     return bmm(a[None], b[None])[0]
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """Return beta · bias + alpha · a b."""
     product = mm(a, b)
     product = product if alpha == 1 else product * alpha
     return product + (bias if beta == 1 else bias * beta)

@@ -75,7 +75,6 @@ class RowsMetadata(AttentionBackend):
         self.table_starts, self.sources, self.targets = others
 
     def first(self, rows: int) -> "RowsMetadata":
-        """Return a view of the first rows."""
         view = copy.copy(self)
         view._take_rows(self._buffer[:, :rows])
         return view

@@ -159,7 +159,6 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         raise InvalidInput.at("dimensions", f"must be {reason}")
 
     def result(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
-        """Return an item's vectors, encoded as its payload requests."""
         payload = item.payload
         if payload.encoding in ("tokens", "sparse"):
             encode = to_numbers if payload.encoding == "tokens" else to_entries
@@ -183,12 +182,10 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
 
 
 def to_numbers(array: Vectors) -> bytes:
-    """Return a vector, or a list of them, as JSON."""
     return orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def to_entries(weights: Vectors) -> bytes:
-    """Return a sparse vector as JSON."""
     [active] = weights.nonzero()
     entries = zip(active.tolist(), weights[active], strict=True)
     values = [{"index": index, "value": value} for index, value in entries]

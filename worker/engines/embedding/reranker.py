@@ -45,7 +45,6 @@ class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
         return self.pair_tokenizer(payload)
 
     def result(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
-        """Return an item's scores, one per pair."""
         logits = torch.stack(raw)
         scores: Tensor = logits if item.payload.raw else self.activation(logits)
         return ScoringOutput(scores.tolist(), item.tokens)
@@ -93,7 +92,6 @@ class LateReranker(PoolingRunner[ScoringInput, ScoringOutput]):
         return [*queries.values(), *rows]
 
     def result(self, item: WorkItem[ScoringInput], raw: list[Tensor]) -> ScoringOutput:
-        """Return an item's scores, one per pair."""
         texts = [query for query, _ in item.payload.pairs]
         queries = dict(zip(dict.fromkeys(texts), raw, strict=False))
         pairs = zip(texts, raw[len(queries) :], strict=True)

@@ -167,7 +167,6 @@ class InputProcessor:
             raise
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
         if not isinstance(prompt, Chat):
             return self._tokenize(prompt, add_special_tokens, "messages")
         text = self.render(prompt)
@@ -184,7 +183,6 @@ class InputProcessor:
         return self.vocabulary.decode(ids, skip_special)
 
     def token(self, token_id: int) -> str:
-        """Return the text of one token. Raises InvalidInput if the id does not exist."""
         self._check_ids([token_id], "tokens")
         return self.vocabulary.token(token_id)[0]
 
@@ -484,7 +482,6 @@ def response_parser(
 def eos_token_ids(
     defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """Return all of the checkpoint's end-of-sequence tokens."""
     ids = getattr(defaults, "eos_token_id", None)
     ids = tokenizer.eos_token_id if ids is None else ids
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)

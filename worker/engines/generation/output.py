@@ -196,7 +196,6 @@ class SequenceOutput:
             self._prompt_logprobs.append(token_logprob(self._vocabulary, score, text))
 
     def start(self, cached_tokens: int) -> None:
-        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache."""
         self.started = True
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
@@ -234,7 +233,6 @@ class SequenceOutput:
         return tokens
 
     def push(self, sampled: SampledToken) -> None:
-        """Append the next token."""
         self.tokens += 1
         if self.sampling.processes_logits:
             self.sampling.accept(sampled.token)
@@ -255,7 +253,6 @@ class SequenceOutput:
 
     @property
     def unread(self) -> int:
-        """The number of tokens pushed since the last call of `take_delta`."""
         return len(self._unread_tokens) + len(self._unread_deltas)
 
     def take_delta(self) -> Delta:
@@ -307,7 +304,6 @@ class SequenceOutput:
         return True
 
     def _write(self, sampled: SampledToken) -> None:
-        """Write the text of the next token."""
         token, parser, constraints = sampled.token, self._parser, self.constraints
         self._written += 1
         self._delta.tokens += 1

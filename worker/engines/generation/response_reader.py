@@ -76,7 +76,6 @@ class ResponseReader:
 
 
 def parsed_response(delta: Delta) -> ParsedResponse:
-    """Return the parts of a whole response."""
     reasoning = "".join(part.text for part in delta.parts if part.kind == "reasoning")
     calls = [(part.name or "", part.text) for part in delta.parts if part.kind == "call"]
     return ParsedResponse(delta.text, reasoning, calls)

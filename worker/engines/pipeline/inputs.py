@@ -238,7 +238,6 @@ def count_characters(value: Any) -> int:
 
 
 def to_frame(columns: dict[str, list[Any]]) -> Any:
-    """Return a pandas DataFrame of strings."""
     import pandas
 
     cells = {k: ["" if c is None else str(c) for c in column] for k, column in columns.items()}

@@ -124,7 +124,6 @@ class PipelineRunner:
             self._idle.append(pipe)
 
     def warm_up(self) -> None:
-        """Run the smallest valid input through all three stages; raise if the model is broken."""
         inputs, parameters = warm_up_input(self.info.task, self.pipe)
         run_alone(self, PipelineInput(inputs, parameters))
 
@@ -298,7 +297,6 @@ class PipelineRunner:
     # ── pool threads: postprocess ──
 
     def finish(self, item: PipelineItem, raw: Any) -> bytes:
-        """Return the response to an item as JSON, from its raw output."""
         prepared = item.prepared
         if not self.task.stages:
             return to_json(raw)

@@ -80,7 +80,6 @@ def load_speech(
 
 
 def auto_class(config: Any) -> Any:
-    """Return transformers' auto class for a configuration."""
     architectures = config.architectures or ()
     if any(architecture.endswith("ForCTC") for architecture in architectures):
         return AutoModelForCTC
