@@ -122,6 +122,7 @@ class DynamicBatcher(Generic[Item]):
                 del self._rows[item.key], self._tokens[item.key]
 
     def clear(self) -> list[Item]:
+        """Remove all items and return them in order of arrival."""
         items = list(self.waiting)
         self._remove(items)
         return items

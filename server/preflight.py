@@ -142,6 +142,7 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:
+    """Return the JSON object of a setting. Raises SettingsError."""
     with contextlib.suppress(ValueError):
         if isinstance(document := orjson.loads(text), dict):
             return document

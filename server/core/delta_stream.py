@@ -53,6 +53,7 @@ class DeltaStream(Submission[None], Generic[D]):
         self.arrival.set()
 
     def take(self) -> list[D]:
+        """Return the unread deltas without waiting."""
         self.unfinished = int(self._running > 0 or self._end is not None)
         deltas, self._unread = self._unread, []
         return deltas
@@ -202,6 +203,7 @@ class TokenStream(DeltaStream[Delta]):
         return await super().read()
 
     def take(self) -> list[Delta]:
+        """Return one delta per choice, in order."""
         self._write([*self._sources])
         self.unfinished = self._num_choices - len(self._ended)
         deltas = [self._choices[choice] for choice in sorted(self._choices)]

@@ -89,6 +89,7 @@ def count_request(key: ApiKey) -> None:
 
 
 def check_tokens(key: ApiKey) -> None:
+    """Raise HttpError (429) if the tokens of a key are used up."""
     if key.tokens:
         _check_limit(key, key.tokens, "tokens")
 

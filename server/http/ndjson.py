@@ -320,6 +320,7 @@ class LineStream(Generic[P]):
 
 
 def take_id(line: Document) -> str | int | None:
+    """Remove the client's id from a line and return it. Raises InvalidInput."""
     id: str | int | None = line.pop("id", None)
     is_short = isinstance(id, str) and len(id) <= MAX_ID_CHARS
     if not (is_short or id is None or type(id) is int):

@@ -313,6 +313,7 @@ def is_ndjson(scope: Scope) -> bool:
 
 
 def content_length(headers: Headers) -> int:
+    """Return the announced size of a body; 0 if there is none."""
     length = headers.get(b"content-length", b"")
     return int(length[:20]) if length.isdigit() else 0
 

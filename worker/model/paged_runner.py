@@ -143,6 +143,7 @@ class PagedRunner:
 
     @property
     def stage(self) -> str:
+        """What is built or compiled in the background, and for how long; empty: nothing."""
         if (background := self._background) is None:
             return ""
         stage, started = background

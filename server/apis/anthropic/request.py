@@ -93,6 +93,7 @@ class CallChoice(Struct):
 def call_policy(
     tools: Mapping[str, CallableTool], choice: CallChoice | None
 ) -> ToolCallPolicy | None:
+    """Return which tools may be called, None if none may. InvalidInput for an impossible choice."""
     choice = choice or CallChoice("auto")
     if choice.type in ("any", "tool") and not tools:
         raise InvalidInput.at("tool_choice", f"{choice.type!r} requires tools")
@@ -159,6 +160,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("thinking.budget_tokens", "is required")
 
     def generation_input(self) -> GenerationInput:
+        """Return the model's input; InvalidInput for unusable tools, blocks or formats."""
         tools = by_name(tool.callable(f"tools[{n}]") for n, tool in enumerate(self.tools or ()))
         policy = call_policy(tools, self.tool_choice)
         messages, images = to_template_messages(self.system, self.messages)

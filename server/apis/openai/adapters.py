@@ -158,6 +158,7 @@ class AdapterControl:
         errors=[403],
     )
     async def unload(self, request: Request) -> AdapterResponse:
+        """Refuse new requests for an adapter; those that have begun finish with it."""
         check_admin(request.scope)
         body, incoming = await read_json_request(request.scope, request.receive)
         document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)

@@ -103,6 +103,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
             )
 
     def generation_input(self) -> GenerationInput:
+        """Return the model's input; InvalidInput for unusable tools, messages or formats."""
         tools: list[Document] = []
         policy = None
         if self.tools or self.tool_choice:
@@ -262,6 +263,7 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
             yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
 
     def _new_call(self, choice: int, name: str) -> str:
+        """Count a call; return its id."""
         id = self._call_id(name, self._earlier_calls + self._calls[choice])
         self._calls[choice] += 1
         return id

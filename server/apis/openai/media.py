@@ -103,6 +103,7 @@ def url_input(url: str, detail: Detail | None, param: str, kind: MediaKind = "im
 
 
 def check_media(chat: Chat, model: TextModel | TextModelInfo) -> None:
+    """Raise InvalidInput if there are media of a kind that the model takes none of."""
     for file in chat.media:
         if reason := model.refused_media.get(file.kind):
             raise InvalidInput.at(file.param, reason)

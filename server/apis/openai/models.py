@@ -382,6 +382,7 @@ class ModelListing:
         "POST /models/load", "Start to load a model", LoadResponse, LoadRequest, errors=[403]
     )
     async def load(self, request: Request) -> LoadResponse:
+        """Start to load a model; its progress is in the listing."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.residency.is_ready or model.residency.is_loading:

@@ -221,6 +221,7 @@ class GenerationRequest(Struct, kw_only=True):
             raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
 
     def config(self) -> Document:
+        """Return the fields of the `generation_config`. Raises InvalidInput."""
         if self.generation_config is None:
             return {}
         if len(self.generation_config) > MAX_CONFIG_CHARS:
@@ -232,6 +233,7 @@ class GenerationRequest(Struct, kw_only=True):
             raise InvalidInput.at("generation_config", "must be a JSON object, as text") from None
 
     def _constraint(self) -> Constraint | None:
+        """Return the constraint on the output, None for free text."""
         (path, output_format), structured = self.output_format, self.structured_outputs
         fields = ((name, getattr(self, name)) for name in CONSTRAINT_FIELDS)
         given = {name: value for name, value in fields if value not in (None, "", [])}
@@ -365,6 +367,7 @@ def refuse_unimplemented(document: Document, kind: Any) -> None:
 
 
 def limit_lists(document: Document, kind: Any, max_entries: int | None) -> None:
+    """Raise InvalidInput if a list of a request, or one within it, has more entries."""
     if max_entries is not None:
         for path, length in _list_lengths(document, kind.__struct_fields__):
             if length > max_entries:

@@ -163,6 +163,7 @@ ToolChoice: TypeAlias = Mode | ChosenTool | ChosenCustomTool | AllowedTools
 def response_policy(
     tools: Mapping[str, CallableTool], choice: ToolChoice | None, parallel: bool | None
 ) -> ToolCallPolicy | None:
+    """Return which tools may be called, None if none may. InvalidInput for an impossible choice."""
     if choice == "required" and not tools:
         raise InvalidInput.at("tool_choice", "'required' requires tools")
     mode: Mode = "required"

@@ -226,6 +226,7 @@ class PipelineInputParser:
         return {**defaults, **own}
 
     def parse(self, body: bytes, media: str, scope: Scope) -> PipelineRequest:
+        """Return a request's inputs. Raises InvalidInput."""
         if not body:
             message = f"the body is empty: post raw {self.task.kind}, or JSON"
             raise InvalidInput(message, "inputs")

@@ -30,6 +30,7 @@ class PredictParser(PipelineInputParser):
 
 
 def pair_of(texts: object) -> str | dict[str, str]:
+    """Return a pipeline's input. Raises InvalidInput."""
     match texts:
         case [str(text)]:
             return text

@@ -93,6 +93,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Do the same for finite outputs."""
 
     def warm_up(self) -> None:
+        """Run the smallest valid payload; raise if the model is broken."""
         run_alone(self, self.warm_up_input)
 
 

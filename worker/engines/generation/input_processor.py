@@ -167,6 +167,7 @@ class InputProcessor:
             raise
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
         if not isinstance(prompt, Chat):
             return self._tokenize(prompt, add_special_tokens, "messages")
         text = self.render(prompt)
@@ -183,6 +184,7 @@ class InputProcessor:
         return self.vocabulary.decode(ids, skip_special)
 
     def token(self, token_id: int) -> str:
+        """Return the text of one token. Raises InvalidInput if the id does not exist."""
         self._check_ids([token_id], "tokens")
         return self.vocabulary.token(token_id)[0]
 

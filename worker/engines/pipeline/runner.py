@@ -124,6 +124,7 @@ class PipelineRunner:
             self._idle.append(pipe)
 
     def warm_up(self) -> None:
+        """Run the smallest valid input through all three stages; raise if the model is broken."""
         inputs, parameters = warm_up_input(self.info.task, self.pipe)
         run_alone(self, PipelineInput(inputs, parameters))
 

@@ -65,6 +65,7 @@ class ChatTranscriptBuilder(ResponseBuilder[Delta]):
 
 
 def check_request(request: TranscriptionRequest) -> None:
+    """Raise InvalidInput for what a chat model does not give."""
     if request.format not in FORMATS:
         reason = f"{request.format} needs a speech model: a chat model gives {' or '.join(FORMATS)}"
         raise InvalidInput.at("response_format", reason)

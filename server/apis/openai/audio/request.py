@@ -57,6 +57,7 @@ class TranscriptionRequest(Struct, kw_only=True):
         return "segment" in (self.timestamp_granularities or ("segment",))
 
     def check(self) -> None:
+        """Raise InvalidInput for fields that cannot be combined."""
         if self.timestamp_granularities and self.format != "verbose_json":
             reason = f"requires response_format verbose_json, not {self.format}"
             raise InvalidInput.at("timestamp_granularities", reason)

@@ -103,6 +103,7 @@ class FileEndpoints:
 
 
 def form_fields(form: Form) -> FileFields:
+    """Return the checked fields. Raises InvalidInput."""
     document: dict[str, object] = {}
     expires: dict[str, str] = {}
     for name, values in form.fields.items():

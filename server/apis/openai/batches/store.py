@@ -177,6 +177,7 @@ class BatchStore(Store):
     def add_file(
         self, namespace: bytes, source: str, filename: str, size: int, kept_s: int
     ) -> FileObject:
+        """Store an uploaded file. Raises HttpError if there is no room for it."""
         now, id = int(time.time()), "file-" + secrets.token_hex(12)
         values = id, namespace, "batch", filename, size, now, now + kept_s
         with self.database.transaction():

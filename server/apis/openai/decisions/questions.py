@@ -184,4 +184,5 @@ def score_confidence(probabilities: Sequence[float]) -> float:
 
 
 def mean_level(probabilities: Sequence[float]) -> float:
+    """Return the expected level; levels count from 0."""
     return sum(level * probability for level, probability in enumerate(probabilities))

@@ -84,6 +84,7 @@ class DecisionRequest(Struct, kw_only=True):
     safety_identifier: str | None = None
 
     def decision_input(self) -> DecisionInput:
+        """Return the model's input, or raise InvalidInput."""
         items: str | list[Item]
         if isinstance(self.input, str):
             items = self.input
@@ -96,6 +97,7 @@ class DecisionRequest(Struct, kw_only=True):
         return DecisionInput(to_template_messages(messages)[0], questions)
 
     def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> Decision:
+        """Return the response, from the probabilities of each question's options, in order."""
         pairs = zip(self.questions, probabilities, strict=True)
         answers = [question.answer(options) for question, options in pairs]
         return Decision(answers, self.model, response_usage(usage))

@@ -131,6 +131,7 @@ class SystemOneRequest(Struct, kw_only=True):
     cache_salt: Salt | None = None
 
     def decision_input(self) -> DecisionInput:
+        """Return the model's input, or raise InvalidInput."""
         message = {"role": "user", "content": as_text(self.state, "state")}
         questions = []
         for name, question in self.questions.items():
@@ -143,6 +144,7 @@ class SystemOneRequest(Struct, kw_only=True):
         return DecisionInput((message,), tuple(questions), "state", self.state, assets)
 
     def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> SystemOne:
+        """Return the response, from the probabilities of each question's options, in order."""
         pairs = zip(self.questions.items(), probabilities, strict=True)
         answers = {name: question.answer(options) for (name, question), options in pairs}
         return SystemOne(self.model, answers, StateUsage(usage.prompt, 0))
