@@ -29,7 +29,8 @@ from worker.text.chat_template.template import ChatTemplate
 
 EXIT_USAGE = 2  # as argparse's
 CONTENTS = {"absent": "left out", "null": "null", "empty": "an empty text"}
-IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
+IDS = {"any": "any", "nine": "nine letters or digits"}
+IDS |= dict.fromkeys(("counted", "named"), "functions.NAME:INDEX")
 
 
 class ToolFunction(msgspec.Struct):

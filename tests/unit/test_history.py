@@ -267,6 +267,59 @@ def test_named_ids_count_through_the_conversation() -> None:
     assert text.endswith("[tool]rainfunctions.get_weather:0[assistant]")
 
 
+def test_ids_that_the_template_shows_are_counted_through_the_conversation() -> None:
+    shown = "{{ m.tool_call_id if m.role == 'tool' }}{%- for c in m.tool_calls or [] -%}"
+    shown += "{{ c.id }}{{ c.function.arguments | tojson }}{%- endfor -%}"
+    chat_template = small(SAYS + shown)
+    first = answered(chat_template, [ASKED], calling())
+    assert first["tool_calls"][0]["id"] == "functions.get_weather:0"
+    second = answered(chat_template, [ASKED, first], calling(), calling({}, "clock"))
+    second["tool_calls"][1]["id"] = "call_of_another_server"
+    messages = [ASKED, first, *results(first, "sunny"), second, *results(second, "rain", "noon")]
+    turns = rendered(chat_template, messages).split("[assistant]")[1:]
+    assert re.findall(r"functions\.\w+:\d", turns[0]) == ["functions.get_weather:0"] * 2
+    again = ["functions.get_weather:1", "functions.clock:2"]
+    assert re.findall(r"functions\.\w+:\d", turns[1]) == again * 2
+
+
+def test_calls_whose_name_is_metadata_are_rendered_as_messages() -> None:
+    chat_template = small("{{ m.metadata if m.metadata }};" + SAYS)
+    message = answered(
+        chat_template, [ASKED], DeltaPart("content", "Well."), calling(), calling({}, "clock")
+    )
+    text = rendered(chat_template, [ASKED, message, *results(message, "sunny", "noon")])
+    assert text.partition("[assistant]")[2] == (
+        ';Well.[assistant]get_weather;{"city": "Zürich"}[observation];sunny'
+        "[assistant]clock;{}[observation];noon[assistant]"
+    )
+
+
+def test_functions_and_the_date_are_variables_where_the_template_has_no_tools() -> None:
+    chat_template = template_of(
+        "{{ 'Call ' + functions + ' on ' + datetime }}{% for m in messages %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    text = rendered(chat_template, [ASKED])
+    assert json.loads(text[len("Call ") :].partition(" on 20")[0])[1]["name"] == "clock"
+    assert chat_template.shows_tools
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_messages_of_the_older_functions_are_calls_and_results(content: str | None) -> None:
+    chat_template = small(SAYS + OBJECTS)
+    function = {"name": "get_weather", "arguments": json.dumps(CITY)}
+    call = {"role": "assistant", "content": content}
+    old = [
+        {**call, "function_call": function},
+        {"role": "function", "name": "get_weather", "content": "sunny"},
+    ]
+    new = [
+        {**call, "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    assert rendered(chat_template, [ASKED, *old]) == rendered(chat_template, [ASKED, *new])
+
+
 def test_late_result_is_matched_to_its_call() -> None:
     chat_template = small("{{ m.name }}{{ m.tool_call_id }}" + SAYS + NAMED)
     message = answered(chat_template, [ASKED], calling())
@@ -328,18 +381,12 @@ def test_error_quotes_the_templates_own_message_only(raises: str, message: str) 
 # ── templates of real checkpoints ──
 
 NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
-NO_TOOLS = "google-gemma-2-2b-it"  # takes neither a system message nor tools
+NO_TOOLS = "google-gemma-2-2b-it"  # shows neither a system message nor tools
 needs_templates = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
 
 
 def real(name: str) -> ChatTemplate:
     return template_of((REAL / f"{name}.jinja").read_text())
-
-
-@needs_templates
-def test_tools_are_an_error_where_a_real_template_supports_none() -> None:
-    with pytest.raises(InvalidInput, match=r"tools: .* neither tools nor a system message"):
-        second_turn(real(NO_TOOLS), [calling()], "sunny")
 
 
 @needs_templates
@@ -381,6 +428,7 @@ ORDERS = {
     "alternating": f"{{{{ raise_exception('no') if ({LATER}) or {TWICE} }}}}{SHOWN}",
     "no user after results": f"{{{{ raise_exception('no') if ({LATER}) or {TWICE} "
     f"or ({AFTER} == 'tool') }}}}{SHOWN}",
+    "nowhere": f"{{{{ raise_exception('no') if m.role == 'system' }}}}{SHOWN}",
     "at the beginning": "{% if loop.first %}{% for m in messages if m.role == 'system' %}"
     f"{SHOWN}{{% endfor %}}{{% endif %}}{{% if m.role != 'system' %}}{SHOWN}{{% endif %}}",
 }
@@ -445,9 +493,20 @@ def test_system_messages_stay_in_their_place_or_are_folded(
     _, prompt = chat(messages)
     text = template.render(Chat(prompt.messages)).text
     expected = in_place if order == "in place" else folded
+    if order == "nowhere":
+        expected = expected.replace("<s>rules\n\nnote</><u>", f"<s>rules</><u>{FOLDED}\n\n")
+        expected = expected.replace("<s>rules</><u>", "<u><system>\nrules\n</system>\n\n")
     if order == "no user after results" and in_result:
         expected = in_result
     assert text == f"{expected}<a>"
+
+
+@pytest.mark.parametrize("first", [RULES, FIRST])
+def test_tools_are_in_the_users_message_where_the_template_takes_no_system(first: Any) -> None:
+    template = template_of(TAGGED.replace("BODY", ORDERS["nowhere"]))
+    text = rendered(template, [first, FIRST][first is FIRST :])
+    assert re.fullmatch(r"<u><system>\n.*get_weather.*</system>\n\none</><a>", text, re.DOTALL)
+    assert ("rules" in text) == (first is RULES)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from server.apis.openai.chat import ChatRequest
     from server.apis.openai.tokenize import TokenizeRequest
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
+NULLABLE = ["assistant", "tool", "function"]  # roles whose content may be null
 TEXTS = ("text", "refusal")
 THINKING = "thinking"
 IMAGE = "image_url"
@@ -60,7 +62,7 @@ CALL_FIELDS = any_of(
 MESSAGE_FIELDS = any_of(
     ({"content": {"type": ["string", "array"], "minItems": 1}}, ["content"]),
     (CALLING, ["tool_calls"]),
-    ({"role": {"enum": ["assistant", "tool"]}, "content": {"type": ["null", "array"]}}, []),
+    ({"role": {"enum": NULLABLE}, "content": {"type": ["null", "array"]}}, []),
 )
 
 
@@ -134,6 +136,7 @@ class Message(Struct):
     name: str | None = None
     tool_calls: list[Annotated[ToolCall, CALL_FIELDS]] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None  # what tool_calls were before
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for reasoning_content
 
@@ -141,17 +144,18 @@ class Message(Struct):
         """Return the message in the chat template's form, and its media. `path` is for errors."""
         content: str | list[Document] | None = None
         media: list[MediaInput] = []
-        thoughts = ""
+        thoughts, calls = "", self.tool_calls
+        if self.function_call and not calls:
+            calls = [ToolCall(self.function_call)]
         if isinstance(self.content, list) and self.content:
             content, media, thoughts = self._parts(self.content, path)
         elif isinstance(self.content, str):
             content = self.content
-        elif self.role in ("assistant", "tool"):
-            content = None if self.role == "assistant" and self.tool_calls else ""  # as in vLLM
+        elif self.role in NULLABLE:
+            content = None if self.role == "assistant" and calls else ""  # as in vLLM
         else:
             reason = "is required" if self.content is None else "must not be empty"
             raise InvalidInput.at(f"{path}.content", reason)
-        role = "system" if self.role == "developer" else self.role
         reasoning = self.reasoning_content or self.reasoning or thoughts or self.reasoning_content
         if self.reasoning and self.reasoning != reasoning:
             raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
@@ -161,11 +165,11 @@ class Message(Struct):
             "reasoning_content": reasoning,
         }
         optional = {key: value for key, value in optional.items() if value is not None}
-        if self.tool_calls:
+        if calls:
             optional["tool_calls"] = [
-                call.to_template(f"{path}.tool_calls[{n}]")
-                for n, call in enumerate(self.tool_calls)
+                call.to_template(f"{path}.tool_calls[{n}]") for n, call in enumerate(calls)
             ]
+        role = TEMPLATE_ROLES.get(self.role, self.role)
         return {"role": role, "content": content, **optional}, media
 
     def _parts(

@@ -27,14 +27,18 @@ from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallForma
 Message = dict[str, Any]
 # From messages, tools and variables to the template's text; "" where the template raises.
 Render = Callable[..., str]
-CallIds = Literal["any", "nine", "named"]
+CallIds = Literal["any", "nine", "counted", "named"]
 ArgumentsAs = Literal["object", "text"]
 EmptyContent = Literal["absent", "null", "empty"]
 ResultsAs = Literal["tool", "user"]  # the role of their messages
 REASONING_BLOCKS = "blocks"  # reasoning as a block of the content
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
+# The ids that a template takes, where it does not take all.
+VALID_IDS: dict[CallIds, re.Pattern[str]] = {
+    "nine": re.compile("[A-Za-z0-9]{9}"),
+    "counted": re.compile(r"functions\.\S+:[0-9]+"),
+}
 
 
 # None, for templates that test whether content is none: transformers removes fields that are None
@@ -51,18 +55,21 @@ EMPTY_CONTENT: dict[EmptyContent, Message] = {
 class HistoryFormat:
     """The format of earlier messages that a template takes."""
 
-    call_ids: CallIds = "any"  # nine: letters or digits; named: functions.NAME:INDEX
+    # nine: letters or digits; counted: functions.NAME:INDEX, with the index of the call within the
+    # conversation; named: the same within the message
+    call_ids: CallIds = "any"
     arguments: ArgumentsAs = "object"
     empty_content: EmptyContent = "absent"  # beside calls
     separate_content: bool = False  # content beside calls is a message of its own
     one_call: bool = False  # a message has one call, followed by its results
     calls_in_content: bool = False  # the template shows no calls: they are written as content
+    metadata: bool = False  # the name is the message's metadata, and results are observations
     results: ResultsAs = "tool"
     reasoning_key: str = "reasoning_content"  # of a message, or REASONING_BLOCKS
 
     def call_id(self, name: str, index: int) -> str:
         """Return a new id for the `index`-th call of a conversation."""
-        if self.call_ids == "named":
+        if self.call_ids in ("counted", "named"):
             return _named_id(name, index)
         if self.call_ids == "nine":
             return secrets.token_hex(5)[:9]
@@ -133,6 +140,9 @@ class HistoryAdapter:
             self._add_result(result)
 
     def _call_message(self, message: Message, calls: list[Message]) -> Message:
+        if self._format.metadata:
+            function = calls[0]["function"]
+            return {**message, "metadata": function["name"], "content": function["arguments"]}
         if self._format.calls_in_content:
             text = self._content_calls.render(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
@@ -160,7 +170,10 @@ class HistoryAdapter:
         if call is not None:
             message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
         elif (id := message.get("tool_call_id")) and not self._is_valid_id(id):
-            message = {**message, "tool_call_id": self._replacement_id(id)}
+            name = message.get("name", "")
+            message = {**message, "tool_call_id": self._replacement_id(id, name)}
+        if self._format.metadata:
+            message = {**message, "role": "observation"}
         if self._format.results == "user":
             self._add_user_result(message["content"])
         else:
@@ -178,15 +191,18 @@ class HistoryAdapter:
         if self._format.call_ids == "named":
             return _named_id(name, index)
         if not id or id in self._used_ids or not self._is_valid_id(id):
-            id = self._replacement_id(id)
+            id = self._replacement_id(id, name)
         self._used_ids.add(id)
         return id
 
     def _is_valid_id(self, id: str) -> bool:
-        return self._format.call_ids != "nine" or NINE_CHARS.fullmatch(id) is not None
+        valid = VALID_IDS.get(self._format.call_ids)
+        return valid is None or valid.fullmatch(id) is not None
 
-    def _replacement_id(self, id: str | None) -> str:
+    def _replacement_id(self, id: str | None, name: str) -> str:
         """Deterministic, so that a continued conversation keeps its prefix."""
+        if self._format.call_ids == "counted":
+            return _named_id(name, len(self._used_ids))
         seed = f"{len(self._used_ids)} {id}".encode(errors="replace")
         digits = hashlib.sha256(seed).hexdigest()
         return digits[:9] if self._format.call_ids == "nine" else "call_" + digits[:24]
@@ -245,7 +261,8 @@ SYSTEM_TEXT = "<system>\n{}\n</system>"  # in a user's message
 class MessageOrder:
     """Which messages a template takes where."""
 
-    system_in_place: bool = True  # system messages anywhere; else only at the beginning
+    system: bool = True  # system messages at the beginning
+    system_in_place: bool = True  # system messages anywhere
     user_after_result: bool = True  # a user's message right after the result of a call
 
 
@@ -257,7 +274,8 @@ def fold_messages(messages: Sequence[Message], order: MessageOrder) -> list[Mess
     is_system = False  # the last message has a system message in it
     for position, message in enumerate(messages):
         is_later_system = message["role"] == "system" and not order.system_in_place
-        if is_later_system and all(other["role"] == "system" for other in folded):
+        at_start = order.system and all(other["role"] == "system" for other in folded)
+        if is_later_system and at_start:
             if folded:
                 message = _joined(folded.pop(), message)
             folded.append(message)
@@ -301,7 +319,7 @@ def _joined(message: Message, other: Message) -> Message:
 QUESTION: Message = {"role": "user", "content": "?"}
 # Of probing conversations; TOOLS in inference.py have other names.
 NUMBERS = ("one", "two")
-PROBED_IDS = ("id_one", "callofone", "functions.name_one:0")
+PROBED_IDS = ("id_one", "callofone", "functions.name_one:7", "functions.name_one:0")
 TEXT_BEFORE = "text_before"
 MAX_SCORE = 5
 
@@ -309,6 +327,11 @@ MAX_SCORE = 5
 def infer_history_format(render: Render, none_count: int) -> HistoryFormat | None:
     """Return the format in which a template shows calls and results best; None if it shows none.
     `none_count`: how often it writes None where no message has one."""
+    metadata = HistoryFormat(
+        separate_content=True, one_call=True, calls_in_content=True, metadata=True
+    )
+    if _score(render(_conversation(metadata)), none_count) == MAX_SCORE:
+        return metadata
     for results in get_args(ResultsAs):
         best, best_score = HistoryFormat(calls_in_content=True, results=results), 0
         for ids, arguments, content in product(
@@ -377,12 +400,13 @@ def infer_message_order(render: Render, history_format: HistoryFormat | None) ->
         for role, numbers in (("system", "123"), ("user", "12"), ("assistant", "1"))
         for number in numbers
     )
+    system = first["content"] in render([first, asked])
     in_place = shows(first, asked, answer, later, again, last)
     if history_format is None:
-        return MessageOrder(in_place)
+        return MessageOrder(system, in_place)
     _, *called = _conversation(history_format)
     in_place = in_place and shows(first, asked, *called, later)
-    return MessageOrder(in_place, shows(asked, *called, again))
+    return MessageOrder(system, in_place, shows(asked, *called, again))
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any]) -> Message:
@@ -397,7 +421,8 @@ def _conversation(
     """Return a question, calls and their results in this format."""
     tool_calls, results = [], []
     for number in NUMBERS[:calls]:
-        id = f"id_{number}" if history_format.call_ids == "any" else f"callof{number}"
+        ids = {"any": f"id_{number}", "counted": f"functions.name_{number}:7"}
+        id = ids.get(history_format.call_ids, f"callof{number}")
         tool_calls.append(make_call(id, f"name_{number}", {f"key_{number}": f"value_{number}"}))
         results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
     message: Message = {"role": "assistant", "content": content, "tool_calls": tool_calls}

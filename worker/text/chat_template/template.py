@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from itertools import product, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,7 +43,6 @@ from worker.text.chat_template.inference import (
     assistant,
     example_calls,
     infer_profile,
-    shows_tools,
     with_default_calls,
 )
 from worker.text.chat_template.sandbox import TemplateTooExpensive, lenient
@@ -103,6 +103,7 @@ class ChatTemplate:
         except (TemplateError, RecursionError):
             variables = set()
         self._takes_documents = "documents" in variables
+        self._takes_functions = "functions" in variables and "tools" not in variables
         self._effort_variables = [name for name in (EFFORT, *SWITCHES) if name in variables]
         switches = variables & {*SWITCHES} if reasoning != "auto" else ()
         self._switch_defaults = dict.fromkeys(switches, reasoning == "on")
@@ -125,20 +126,13 @@ class ChatTemplate:
         self.message_order = profile.message_order
         self.shows_tools, self.examples = profile.shows_tools, profile.examples
         self.notes: list[str] = []
-        # A template that shows no tools gets them in a system message. One that renders nothing at
-        # all reports the reason itself, with the request.
-        prompt = self.try_render(self._with_instructions([QUESTION], TOOLS))
-        self.takes_tools = (
-            self.shows_tools or shows_tools(prompt) or not self.try_render([QUESTION])
-        )
         self.reasoning_start = self._find_reasoning_start()
         self._reasons_by_default = self._find_reasoning_default()
         self._unrepeated_ends = self._find_unrepeated_ends()
         lacks = [*profile.lacks]
-        if not self.takes_tools:
-            lacks.append("tools: the template supports neither them nor a system message; refused")
-        elif not self.shows_tools:
-            lacks.append("tools: the template does not show them; the system message does")
+        if not self.shows_tools:
+            role = "system" if self.message_order.system else "user's"
+            lacks.append(f"tools: the template does not show them; the {role} message does")
         self._note(*lacks)
 
     def _note(self, *lacks: str) -> None:
@@ -310,15 +304,10 @@ class ChatTemplate:
             is_json = calls is not None and calls.arguments.style == "json"
             content_calls = calls if calls and is_json else DEFAULT_TOOL_CALL_FORMAT
             messages = HistoryAdapter(self.history_format, content_calls).adapt(messages)
-        if is_adapted or any(message["role"] == "system" for message in messages[1:]):
-            messages = fold_messages(messages, self.message_order)
         tools = [dict(tool) for tool in chat.tools]
-        if tools and not self.takes_tools:
-            cannot = "the model's chat template supports neither tools nor a system message"
-            raise InvalidInput(f"tools: {cannot}", "tools")
         if tools and not self.shows_tools:
-            return self._with_instructions(messages, tools), []
-        return messages, tools
+            messages, tools = self._with_instructions(messages, tools), []
+        return fold_messages(messages, self.message_order), tools
 
     def _with_instructions(
         self, messages: Sequence[Message], tools: Sequence[Message]
@@ -353,6 +342,9 @@ class ChatTemplate:
         roles = self._roles_with_parts
         messages = [_as_parts(each) if each["role"] in roles else each for each in messages]
         options = {"tokenize": False, **variables}
+        if self._takes_functions:  # tools as a text, and the date
+            functions = json.dumps([tool["function"] for tool in tools], indent=4)
+            options = {"functions": functions, "datetime": str(date.today()), **options}
         try:
             text = apply(messages, tools=list(tools) or None, **options)
         except TypeError:
