@@ -233,6 +233,33 @@ NAME_BEFORE_JSON = _delimiter(
 )
 
 
+def _undelimited_call(calls: ToolCallFormat, name: str = "") -> str:
+    """Return a pattern of the beginning of calls without delimiters, up to a name if its pattern is
+    given. Some models write calls as Python though their template writes JSON, or the reverse."""
+    word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
+    key = calls.keys[0] if calls.keys else "name"
+    member = (rf'{key}"\s*+:\s*+"' if key else "") + f'{name}"' if name else ""
+    json_call = rf'(?P<json>(?:\[\s*+)?\{{\s*+"{member})'
+    python_call = rf"(?P<python>\[\s*+{name or TOOL_NAME}\()"
+    # No leading \s*: a long run of white space would be searched from each of its positions.
+    return rf"(?:{WRAPPER}\s*+)?{word}(?={json_call}|{python_call})"
+
+
+# What some models write though their format has delimiters, or though they have none: JSON or
+# Python calls alone, perhaps in a code fence
+BARE_CALLS = (
+    _delimiter(
+        (CONTENT,),
+        CALL,
+        _undelimited_call(DEFAULT_TOOL_CALL_FORMAT, f"(?P<name>{TOOL_NAME})"),
+        make_parser=partial(make_call_parser, DEFAULT_TOOL_CALL_FORMAT),
+        known_tool=True,
+        line_start=True,
+    ),
+    _delimiter((CONTENT,), CONTENT, WRAPPER, after_call=True),
+)
+
+
 def _ignored_delimiters(texts: Iterable[str]) -> list[Delimiter]:
     """Return delimiters within content, which end nothing."""
     return [_delimiter((CONTENT,), CONTENT, regex.escape(text)) for text in texts]
@@ -261,18 +288,6 @@ def _header_delimiters(phase: str, start: str, header: str) -> list[Delimiter]:
     ]
 
 
-def _undelimited_call(calls: ToolCallFormat, name: str = "") -> str:
-    """Return a pattern of the beginning of calls without delimiters, up to a name if its pattern is
-    given. Some models write calls as Python though their template writes JSON, or the reverse."""
-    word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
-    key = calls.keys[0] if calls.keys else "name"
-    member = (rf'{key}"\s*+:\s*+"' if key else "") + f'{name}"' if name else ""
-    json_call = rf'(?P<json>(?:\[\s*+)?\{{\s*+"{member})'
-    python_call = rf"(?P<python>\[\s*+{name or TOOL_NAME}\()"
-    # No leading \s*: a long run of white space would be searched from each of its positions.
-    return rf"(?:{WRAPPER}\s*+)?{word}(?={json_call}|{python_call})"
-
-
 def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     """Return what opens a call, with its name if that comes next, what closes it, and delimiters
     that may follow."""
@@ -291,7 +306,8 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
         opening = rf"{_flexible_pattern(opens)}\s*" if opens else ""
         if opens and calls.arguments.style == "json":
-            middle = rf"(?:{middle}|(?=\{{))"  # some models omit the delimiter before JSON
+            # some models omit the delimiter before JSON, or write the first again
+            middle = rf"(?:{middle}|(?:{_flexible_pattern(opens)}\s*)?(?=\{{))"
         pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
     phases = (CONTENT,) if calls.undelimited else (CONTENT, REASONING)
@@ -327,6 +343,14 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
             pattern = rf"{_flexible_pattern(text)}(?=\s*+(?:\[\s*+)?\{{\s*+\")"
             make_parser = lambda *_: PlainCallParser("name", "arguments")  # noqa: E731
             delimiters.append(opening_call(pattern, make_parser=make_parser))
+        if own.startswith("["):  # or name[TOOL_CALLS]{…}, or name[ARGS]{…}
+            pattern = rf"(?P<name>{TOOL_NAME})\s*+(?:\[[A-Z_]{{2,40}}\]\s*+)++(?=\{{)"
+            make_parser = lambda groups, _: PlainCallParser("", "", groups["name"])  # noqa: E731
+            delimiters.append(
+                opening_call(pattern, make_parser=make_parser, known_tool=True, line_start=True)
+            )
+        if calls.arguments.style == "python":
+            delimiters += BARE_CALLS
     return delimiters + [after_call(regex.escape(text)) for text in after]
 
 

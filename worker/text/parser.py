@@ -305,6 +305,8 @@ class OutputParser:
         if delimiter.make_parser is not None:
             groups = match.groupdict()
             self._call, self._call_text = delimiter.make_parser(groups, self._tools), taken
+            if delimiter.line_start:  # no delimiter ends it
+                self._active = []
             name, calls = groups.get("name"), self._format.tool_calls
             call_prefix = calls.call_prefix(name) if name and calls else ""
             replaces = call_prefix or self._format.undelimited_calls

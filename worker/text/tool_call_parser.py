@@ -265,7 +265,7 @@ class PythonCallParser(BufferedCallParser):
     """Reads a list of Python calls. Its closing bracket ends it, unless a delimiter does."""
 
     def __init__(self, tools: ToolTypes) -> None:
-        super().__init__(lambda text, cut: read_python_calls(text, tools, cut))
+        super().__init__(lambda text, cut: _read_any_calls(text, tools, cut))
         self._brackets = Brackets("\"'", "([{", ")]}")
 
     def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
@@ -447,7 +447,8 @@ def _read_quoted_entries(
     for n in range(0, len(parts), 2):
         parts[n] = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", parts[n])
     arguments = read_literal("".join(parts) + "}")
-    assert isinstance(arguments, dict)
+    if not isinstance(arguments, dict):
+        raise ValueError("no entries")
     if not argument_format.quotes:  # values of all types have them
         for key, value in arguments.items():
             if isinstance(value, str):
@@ -494,7 +495,9 @@ def _finite(digits: str) -> float:
 # ── Python literals and calls ──
 
 TOKEN = re.compile(
-    r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    # Some models write quotes within quotes: what ends a string stands before a sign.
+    r"""(?P<text>"(?:[^"\\]|\\.|"(?!\s*+(?:[,:)\]}]|\Z)))*+"
+        |'(?:[^'\\]|\\.|'(?!\s*+(?:[,:)\]}]|\Z)))*+')
     |(?P<call>[\w.:/-]{1,128}+(?<!:)(?=\s*+\())
     |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
     |(?P<word>[^\W\d][\w./$@-]*|[$@][\w./$@-]+)
@@ -657,15 +660,18 @@ class _PythonReader:
         if kind == "word":
             return WORDS.get(text, text)
         if text == "{":
-            return {self._key(): self.value() for _ in self._items("}")}
+            return self._members()
         if text and text in "[(":
             return [self.value() for _ in self._items("]" if text == "[" else ")")]
         raise ValueError(f"no value: {text}")
 
-    def _key(self) -> str:
-        key = self.value()
-        self.expect(":")
-        return str(key)
+    def _members(self) -> Any:
+        """Read an object; or a set, which is a list in JSON."""
+        keys, values = [], []
+        for _ in self._items("}"):
+            keys.append(self.value())
+            values += [self.value()] if self._skip(":") else []
+        return dict(zip(map(str, keys), values, strict=True)) if values or not keys else keys
 
 
 def _unquote(string: str) -> str:

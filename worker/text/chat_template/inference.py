@@ -39,6 +39,7 @@ from worker.text.chat_template.history import (
 )
 from worker.text.detokenizer import TextSpan
 from worker.text.output_format import (
+    BARE_CALLS,
     NAME_BEFORE_JSON,
     ChannelFormat,
     OutputFormat,
@@ -205,7 +206,7 @@ def with_default_calls(output_format: OutputFormat) -> OutputFormat:
         default = _with_unseen_calls(default, delimiters)
     return replace(
         default,
-        call_delimiters=(NAME_BEFORE_JSON, *default.call_delimiters),
+        call_delimiters=(NAME_BEFORE_JSON, *default.call_delimiters, *BARE_CALLS),
         may_close_unopened=output_format.may_close_unopened,
         tool_calls=DEFAULT_TOOL_CALL_FORMAT,
     )
