@@ -2,6 +2,7 @@
 
     OnequeueError
     ├─ InvalidInput        parsing or preparing: the client's input cannot be served
+    │  └─ ContextExceeded  prompt and output exceed the model's context
     ├─ Refused             admission: not accepted, try again after `retry_after_s`
     │  ├─ QueueFull        the allowed number of items is accepted and unanswered
     │  ├─ DeadlineHopeless the measured service rate cannot meet the deadline
@@ -37,6 +38,14 @@ class InvalidInput(OnequeueError):
     def at(cls, param: str, reason: str) -> "InvalidInput":
         """Return an error whose message starts with the field's path."""
         return cls(f"{param}: {reason}", param)
+
+
+class ContextExceeded(InvalidInput):
+    @classmethod
+    def of(cls, max_tokens: int, param: str, reason: str) -> "ContextExceeded":
+        """Return an error with the words by which clients know that a shorter prompt may fit."""
+        limit = f"this model's maximum context length is {max_tokens} tokens"
+        return cls(f"{param}: {reason}; {limit}", param)
 
 
 class Refused(OnequeueError):

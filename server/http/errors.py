@@ -73,6 +73,7 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD
 # exception class, or its nearest base: (status, type, code)
 RESPONSE_BY_ERROR: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
+    errors.ContextExceeded: (400, "invalid_request_error", "context_length_exceeded"),
     errors.QueueFull: (503, "overloaded_error", "queue_full"),
     errors.DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
     errors.NotReady: (503, "unavailable_error", "not_ready"),

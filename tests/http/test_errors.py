@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Message
 
-from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
+from batching.errors import ClientGone, ContextExceeded, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
 from server.apis.openai.audio.endpoint import OPERATIONS
 from server.apis.openai.embedding.embeddings import EMBEDDINGS
@@ -53,6 +53,7 @@ class VeryFull(QueueFull):
         (VeryFull("full"), 503, "queue_full", "queue_full"),
         (OutOfMemory("large"), 500, "out_of_memory", "out_of_memory"),
         (InvalidInput("x", "a"), 400, "invalid_value", "invalid_value"),
+        (ContextExceeded.of(8, "x", "a"), 400, *["context_length_exceeded"] * 2),
         (HTTPException(404), 404, "not_found", "routing"),
         (HTTPException(418), 418, "http_error", "routing"),
         (HttpError(404, "x", code="model_not_found"), 404, "model_not_found", "not_found"),

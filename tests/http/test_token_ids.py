@@ -79,7 +79,7 @@ def test_a_chats_prompt_is_rendered_and_counted_without_a_response(server: Serve
         for path in (f"{CHAT}/input_tokens", "/apply-template"):
             assert post(server, path, body).status_code == 400
     long = {"messages": [{"role": "user", "content": "word " * 50_000}]}
-    assert "context holds" in post(server, "/apply-template", long).text
+    assert "maximum context length is" in post(server, "/apply-template", long).text
     counts: dict[str, dict[str, Any]] = {
         f"{CHAT}/input_tokens": long,
         "/v1/responses/input_tokens": {"input": "word " * 50_000},
@@ -87,6 +87,7 @@ def test_a_chats_prompt_is_rendered_and_counted_without_a_response(server: Serve
     for path, body in counts.items():
         error, name = post(server, path, body).json()["error"], next(iter(body))
         assert (error["param"], error["message"].partition(":")[0]) == (name, name)
+        assert error["code"] == "context_length_exceeded"
 
 
 def test_a_completion_has_token_ids_in_each_choice(server: Server) -> None:

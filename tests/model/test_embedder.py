@@ -187,7 +187,7 @@ def test_lower_casing_and_length_follow_the_files(tmp_path: Path) -> None:
     embedder = load(checkpoint(tmp_path / "m", "roberta-base", pooling=pooling, bert=bert))
     lower, upper = (embed(embedder, [text]).vectors for text in ("a b", "A B"))
     assert (lower == upper).all()
-    with pytest.raises(InvalidInput, match="the model takes 8"):
+    with pytest.raises(InvalidInput, match="context length is 8 tokens"):
         embed(embedder, ["a b c d e f g h i j k l m n"])
 
 

@@ -149,7 +149,7 @@ def test_texts_over_the_length_of_their_form_and_other_endpoints_are_refused(
     embedder = load(folder)
     long = "a b c d e f g h i j k l m n o p q r s t"
     for form, limit in (("query", 14), ("document", 16)):
-        with pytest.raises(InvalidInput, match=f"the model takes {limit}"):
+        with pytest.raises(InvalidInput, match=f"context length is {limit} tokens"):
             token_states(embedder, [long], prompt=form)
     for encoding in ("float", "base64", "bare", "sparse"):
         with pytest.raises(InvalidInput, match="POST /embed_all"):
@@ -237,7 +237,7 @@ def test_pairs_are_bounded_and_take_no_instruction(
     assert len(rows[1].ids) == 6
     long = replace(pair, pairs=[("a " * 30, "b")])
     assert len(reranker.tokenize(long)[0].ids) == 20
-    with pytest.raises(InvalidInput, match=r"query: has .* tokens; the model takes 20"):
+    with pytest.raises(InvalidInput, match=r"query: has .* tokens; .* length is 20 tokens"):
         reranker.tokenize(replace(long, truncation=Truncation()))
     counts = [len(row.kept or ()) for row in reranker.tokenize(pair)]
     monkeypatch.setattr(reranker_module, "MAX_TOKEN_PAIRS", counts[0] * counts[1])

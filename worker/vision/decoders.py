@@ -8,7 +8,7 @@ from math import sqrt
 import numpy as np
 from PIL import Image
 
-from batching.errors import InvalidInput
+from batching.errors import ContextExceeded, InvalidInput
 from worker.media.audio import Recording
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.media.inputs import saved
@@ -81,8 +81,7 @@ class AudioDecoder:
             check_seconds(total, file.param)
             if (tokens := int(total * self.modality.tokens_per_second)) >= self.max_tokens:
                 reason = f"the recordings fill {tokens} tokens so far"
-                limit = f"this model's context holds {self.max_tokens}"
-                raise InvalidInput.at(file.param, f"{reason}; {limit}")
+                raise ContextExceeded.of(self.max_tokens, file.param, reason)
 
     def decode(self, file: MediaInput, is_wanted: IsWanted) -> np.ndarray:
         """Return samples [n], float32."""

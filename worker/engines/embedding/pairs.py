@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from os.path import commonprefix
 
-from batching.errors import InvalidInput
+from batching.errors import ContextExceeded, InvalidInput
 from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.scoring import ScoringInput, Truncation
 from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
@@ -148,9 +148,8 @@ def document_slice(
     limit = min(limit, truncation.max_tokens or limit)
     wanted, room = min(tokens, payload.max_document_tokens or tokens), limit - around
     if wanted > room and not truncation.enabled:
-        raise InvalidInput.at(
-            params[1], f"has {wanted + around} tokens with its query; the model takes {limit}"
-        )
+        reason = f"has {wanted + around} tokens with its query"
+        raise ContextExceeded.of(limit, params[1], reason)
     if wanted > room < 1:
         raise InvalidInput.at(
             params[0], f"has {around} tokens with its prompt, no room for a document in {limit}"

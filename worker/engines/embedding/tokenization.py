@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from batching.errors import InvalidInput
+from batching.errors import ContextExceeded, InvalidInput
 from batching.sequence import TokenList
 from worker.device.async_copy import AsyncCopy
 from worker.engines.pipeline.limits import MAX_TEXT_CHARS
@@ -85,9 +85,7 @@ class TextTokenizer:
                 param, f"has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted"
             )
         if not truncation.enabled and self._token_limit.is_exceeded(text, self.limit):
-            raise InvalidInput.at(
-                param, f"has more than {self.limit} tokens; the model takes {self.limit}"
-            )
+            raise ContextExceeded.of(self.limit, param, f"has more than {self.limit} tokens")
 
     def truncated_length(self, count: int, param: str, truncation: Truncation) -> int | None:
         """Return the tokens to keep of `count`; None for all. Raises InvalidInput for a text that
@@ -96,7 +94,7 @@ class TextTokenizer:
         if count <= limit:
             return None
         if not truncation.enabled:
-            raise InvalidInput.at(param, f"has {count} tokens; the model takes {self.limit}")
+            raise ContextExceeded.of(self.limit, param, f"has {count} tokens")
         return limit
 
     def check_ids(self, ids: TokenList, param: str) -> TokenList:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from batching.errors import ClientGone, InvalidInput
+from batching.errors import ClientGone, ContextExceeded, InvalidInput
 from batching.fair_share import Priority
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, PrefixedTokens, TokenIds
@@ -176,7 +176,7 @@ class Decisions:
             fits = own_tokens <= MAX_QUESTION_TOKENS and prompt_tokens <= MAX_PROMPT_TOKENS
             self._check(fits, question)
             if not 0 < len(prompt) <= self._max_model_len:
-                raise self._too_long(f"{len(prompt)}, with the question,", question.param)
+                raise self._too_long(f"{len(prompt)} tokens with the question", question.param)
             ids, temperature = (*labels.values(),), self._config.temperature.get(question.kind, 1.0)
             if question.kind == "noul" and self._config.noul_options != NOUL_OPTIONS:
                 ids = ids[::-1]
@@ -206,7 +206,7 @@ class Decisions:
             reason = "this model's chat template changes the text of messages"
             raise InvalidInput.at(request.param, reason)
         if self._token_limit.is_exceeded(text, self._max_model_len):
-            raise self._too_long(f"more than {self._max_model_len}", request.param)
+            raise self._too_long(f"more than {self._max_model_len} tokens", request.param)
         matches = WORD_END.finditer(text, max(0, len(text) - WORD_END_CHARS))
         ends = [match.start() for match in matches]
         end = ends[-1] if ends else len(text)
@@ -214,13 +214,13 @@ class Decisions:
         with tokenizing(end):
             ids = self._escaper.ids(text[:end], key)
         if len(ids) >= self._max_model_len:
-            raise self._too_long(str(len(ids)), request.param)
+            raise self._too_long(f"{len(ids)} tokens", request.param)
         last_word_tokens = len(self._escaper.ids(last_word, key)) if last_word else 0
         return SharedPrompt(TokenIds(ids), last_word, last_word_tokens, text[end:], after, key)
 
     def _too_long(self, tokens: str, param: str) -> InvalidInput:
-        limit = f"this model's context holds {self._max_model_len}"
-        return InvalidInput(f"{param}: the input has {tokens} tokens; {limit}", param)
+        reason = f"the prompt is too long: {tokens}"
+        return ContextExceeded.of(self._max_model_len, param, reason)
 
     # ── a question ──
 

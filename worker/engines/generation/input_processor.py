@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from batching.errors import InvalidInput, NotReady
+from batching.errors import ContextExceeded, InvalidInput, NotReady
 from batching.request_queue import WorkItem
 from batching.sequence import TokenIds
 from worker.engines.generation.output import (
@@ -329,11 +329,7 @@ class InputProcessor:
         if not length:
             raise InvalidInput.at(param, "the prompt has no tokens; at least one is needed")
         if length >= self.max_model_len + (request.stopping.max_tokens == 0):
-            raise InvalidInput.at(
-                param,
-                f"the prompt has {length} tokens; this model's context holds "
-                f"{self.max_model_len}, the response included",
-            )
+            raise self._too_long(param, str(length))
         return encoded
 
     def _encode_chat(
@@ -386,11 +382,11 @@ class InputProcessor:
                 f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARS} are accepted",
             )
         if self._token_limit.is_exceeded(text, self.max_model_len):
-            raise InvalidInput.at(
-                param,
-                f"the prompt has more than {self.max_model_len} tokens; this model's context holds "
-                f"{self.max_model_len}",
-            )
+            raise self._too_long(param, f"more than {self.max_model_len}")
+
+    def _too_long(self, param: str, tokens: str) -> InvalidInput:
+        reason = f"the prompt is too long: {tokens} tokens, without the response"
+        return ContextExceeded.of(self.max_model_len, param, reason)
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         for id_ in ids:
@@ -408,11 +404,9 @@ class InputProcessor:
         max_tokens = min(room, default) if stopping.max_tokens is None else stopping.max_tokens
         for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens or 0)):
             if value > room:
-                raise InvalidInput.at(
-                    name,
-                    f"{value} tokens do not fit behind a prompt of {prompt_tokens}: this model's "
-                    f"context holds {self.max_model_len}, which leaves {max(0, room)}",
-                )
+                left = f"the {max(0, room)} left by a prompt of {prompt_tokens}"
+                reason = f"{value} tokens exceed {left}"
+                raise ContextExceeded.of(self.max_model_len, name, reason)
         return max_tokens
 
     def _sampling_params(

@@ -240,8 +240,8 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
 
     def fail(self, error: HttpError) -> Iterator[bytes]:
         """Close the open item without events."""
-        code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
-        self.response.error = ResponseError(code, str(error))
+        codes = {"invalid_value": "invalid_prompt", "context_length_exceeded": error.code}
+        self.response.error = ResponseError(codes.get(error.code, "server_error"), str(error))
         self.abort("failed")
         return iter(())
 
