@@ -337,7 +337,7 @@ ITEMS: list[tuple[Fields, str, str]] = [
         "input[0].content[0].refusal",
         "is required",
     ),
-    (items({"type": "web_search_call"}), "input[0].type", "'web_search_call'"),
+    (items({"type": "computer_call"}), "input[0].type", "'computer_call'"),
     (items(CALL | {"call_id": None}), "input[0].call_id", "is required"),
     (items(CALL | {"name": None}), "input[0].name", "is required"),
     (items(CALL | {"arguments": None}), "input[0].arguments", "is required"),

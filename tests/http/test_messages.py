@@ -80,7 +80,8 @@ def test_omitted_thinking_comes_back_in_the_signature(
 def test_images_are_translated(server: Server, generator: FakeGenerator) -> None:
     generator.refused_media, data = {}, base64.b64encode(b"png").decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
+    found = {"type": "tool_reference", "tool_name": "look"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [found, image]}
     messages = [
         {"role": "user", "content": [image]},
         {"role": "assistant", "content": [CALL]},
@@ -91,10 +92,10 @@ def test_images_are_translated(server: Server, generator: FakeGenerator) -> None
     finally:
         generator.refused_media = {"image": "text only"}
     assert prompt.messages[0]["content"] == [{"type": "image"}]
-    assert prompt.messages[2]["content"] == ""
+    assert prompt.messages[2]["content"] == "look"
     assert prompt.messages[3]["content"] == [{"type": "image"}, {"type": "text", "text": "say a"}]
     assert [image.data for image in prompt.media] == [b"png", b"png"]
-    assert prompt.media[1].param.startswith("messages[2].content[0].content[0].source")
+    assert prompt.media[1].param.startswith("messages[2].content[0].content[1].source")
 
 
 # ── errors ──

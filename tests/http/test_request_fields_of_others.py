@@ -99,6 +99,8 @@ def test_unknown_fields_are_refused_where_the_setting_says_so(generator: FakeGen
             answer = post(server, path, {**body, "rid": "x"})
             assert (answer.status_code, error_of(answer)["param"]) == (400, "rid")
             assert post(server, path, {**body, "user": "x", "rid": None}).status_code == 200
+        _, body = ROUTES["/v1/chat/completions"]
+        assert post(server, "/v1/chat/completions", body | {"verbosity": "low"}).status_code == 200
 
 
 def test_the_pipeline_names_fields_beside_its_inputs() -> None:

@@ -15,6 +15,7 @@ from server.apis.openai.embedding.embeddings import EmbeddingRequest
 from server.apis.openai.embedding.rerank import RerankRequest
 from server.apis.openai.infill import InfillRequest
 from server.apis.openai.request_fields import convert, decode
+from server.apis.openai.responses.items import convert_foreign, to_documents, to_messages
 from server.apis.openai.responses.request import ResponseRequest
 from worker.messages.generation import Chat
 
@@ -108,9 +109,51 @@ def prompt_of(*messages: dict[str, Any]) -> Chat:
 
 def test_a_text_may_stand_for_a_part() -> None:
     """As LangChain sends the parts of a message."""
-    parts = ["a", {"type": "text", "text": "b"}, "c"]
+    parts = ["a", {"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}]
     [message] = prompt_of({"role": "user", "content": parts}).messages
     assert message["content"] == "a\nb\nc"
+    with pytest.raises(InvalidInput, match=r"content\[0\].text: is required"):
+        prompt_of({"role": "user", "content": [{"type": "output_text"}]})
+
+
+@pytest.mark.parametrize(("value", "logprobs"), [(True, 1), (False, None), (2, 2)])
+def test_logprobs_of_completions_may_be_a_boolean(value: int, logprobs: int | None) -> None:
+    """As clients of chats send it."""
+    body = {"prompt": "x", "logprobs": value}
+    request = decode(body, CompletionRequest, lambda name: "demo", {})
+    [generation_input] = request.generation_inputs(1)
+    assert generation_input.sampling.logprobs == logprobs
+    assert not isinstance(generation_input.sampling.logprobs, bool)
+
+
+def test_items_that_another_server_ran_are_calls_or_ignored() -> None:
+    """As an agent sends them that has used OpenAI's tools before."""
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "b"}},
+        {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "s", "tools": [{"name": "t"}]},
+        {"type": "mcp_call", "id": "m", "server_label": "s", "name": "t", "arguments": "{}",
+         "output": "c"},
+        {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "d"}]},
+        {"type": "apply_patch_call", "call_id": "p", "operation": {"type": "delete_file"}},
+        {"type": "apply_patch_call_output", "call_id": "p", "status": "completed"},
+        {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
+        {"role": "user", "content": "e"},
+    ]  # fmt: skip
+    convert_foreign(items)
+    request = convert({"input": items}, ResponseRequest)
+    messages = [message for _, message in to_messages((), to_documents(request.input, {}.get))]
+    calls = [(c.function.name, c.function.arguments) for m in messages for c in m.tool_calls or ()
+             if c.function]  # fmt: skip
+    assert calls == [
+        ("s__t", "{}"), ("shell", '{"commands":["ls"]}'), ("apply_patch", '{"type":"delete_file"}'),
+    ]  # fmt: skip
+    texts = [(m.role, m.content) for m in messages if not m.tool_calls]
+    assert texts == [
+        ("user", "a"), ("tool", "c"), ("tool", '[{"stdout":"d"}]'), ("tool", "completed"),
+        ("user", "e"),
+    ]  # fmt: skip
 
 
 def test_a_call_without_type_and_arguments_and_its_empty_result() -> None:

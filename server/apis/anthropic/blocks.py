@@ -90,9 +90,18 @@ class SearchResult(Struct, tag_field="type", tag="search_result"):
 ContentBlock: TypeAlias = TextBlock | ImageBlock | DocumentBlock | SearchResult
 
 
+class ToolReference(Struct, tag_field="type", tag="tool_reference"):
+    """A tool that a search has found. All tools are in the prompt here."""
+
+    tool_name: str
+
+    def read_text(self) -> str:
+        return self.tool_name
+
+
 class ToolResult(Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[ContentBlock] | None = None
+    content: str | list[ContentBlock | ToolReference] | None = None
 
 
 class Thinking(Struct, tag_field="type", tag="thinking"):
@@ -216,7 +225,7 @@ class Conversion:
         self.messages.append({**message, "tool_call_id": id})
         return [part for part in parts if part["type"] == "image"]
 
-    def _part(self, block: ContentBlock, path: str) -> Document:
+    def _part(self, block: ContentBlock | ToolReference, path: str) -> Document:
         if not isinstance(block, ImageBlock):
             return {"type": "text", "text": block.read_text()}
         if len(self.images) == MAX_MEDIA:

@@ -53,7 +53,11 @@ CallIdFactory: TypeAlias = Callable[[str, int], str]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    without_effect: ClassVar = GenerationRequest.without_effect | {"prediction", "store"}
+    without_effect: ClassVar = GenerationRequest.without_effect | {
+        "prediction",
+        "store",
+        "verbosity",
+    }
     unimplemented: ClassVar = {
         "add_special_tokens": (False,),
         "audio": (),

@@ -58,7 +58,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     } | GenerationRequest.unimplemented
 
     prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]
-    logprobs: TopLogprobs | None = None
+    logprobs: TopLogprobs | bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     request_id: RequestId | None = None
@@ -70,6 +70,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def check(self, document: Document) -> None:
         super().check(document)
+        if isinstance(self.logprobs, bool):
+            self.logprobs = 1 if self.logprobs else None  # true as in vLLM
         # With as many candidates as choices, there is nothing to select.
         if self.best_of not in (None, 1, self.n or 1):
             raise InvalidInput.at("best_of", "is not implemented, leave it out")

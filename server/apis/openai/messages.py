@@ -4,8 +4,8 @@ The items of the Responses API are converted to these messages. Text parts are j
 breaks, as in vLLM; in a message with media they stay parts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta, Struct
 
@@ -15,14 +15,11 @@ from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
 from worker.messages.generation import INPUT, MAX_MEDIA, Chat, MediaInput, MediaKind
 
-if TYPE_CHECKING:
-    from server.apis.openai.chat import ChatRequest
-    from server.apis.openai.tokenize import TokenizeRequest
-
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 NULLABLE = ["assistant", "tool", "function"]  # roles whose content may be null
-TEXTS = ("text", "refusal")
+# The fields of the parts that have text. Those of Responses are accepted, as in vLLM.
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THINKING = "thinking"
 IMAGE = "image_url"
 # The kinds of the parts that have media.
@@ -44,7 +41,10 @@ def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
 
 # Which fields a part or a message requires, for the OpenAPI document.
 PART_FIELDS = any_of(
-    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in (*TEXTS, THINKING)),
+    *(
+        ({"type": {"const": kind}, field: {"type": "string"}}, [field])
+        for kind, field in (*TEXTS.items(), (THINKING, THINKING))
+    ),
     *(
         ({"type": {"const": kind}, kind: {"type": ["object", "string"]}}, [kind])
         for kind in (IMAGE, "audio_url", "video_url")
@@ -73,14 +73,13 @@ class TextPart(Struct):
     text: str | None = None
     refusal: str | None = None
 
-    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+    def read(self, path: str, kinds: Container[str], prefix: str = "") -> str:
         """Return the text; InvalidInput, with `prefix`, for a type that is not in `kinds`."""
         if self.type not in kinds:
             reason = f"{prefix}this model takes text, not {self.type[:50]!r}"
             raise InvalidInput.at(f"{path}.type", reason)
-        if self.type == "refusal":
-            return required(self.refusal, f"{path}.refusal")
-        return required(self.text, f"{path}.text")
+        field = TEXTS.get(self.type, "text")
+        return str(required(getattr(self, field), f"{path}.{field}"))
 
 
 class ContentPart(TextPart):
@@ -203,8 +202,16 @@ class Message(Struct):
 Messages = Annotated[list[Annotated[Message, MESSAGE_FIELDS]], NON_EMPTY]
 
 
+class TemplateOptions(Protocol):
+    """The fields of a request that a chat template reads."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
 def conversation(
-    options: "ChatRequest | TokenizeRequest",
+    options: TemplateOptions,
     messages: list[Message],
     tools: Sequence[Document] | None,
     effort: str | None = None,

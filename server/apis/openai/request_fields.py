@@ -112,7 +112,7 @@ class GenerationRequest(Struct, kw_only=True):
     replacements: ClassVar[dict[str, str]] = {
         "guided_json_object": "structured_outputs.json_object",
         "n_predict": "max_tokens",
-        "n_probs": "top_logprobs, or logprobs in completions",
+        "n_probs": "top_logprobs in chats and responses, or logprobs in completions",
         "structural_tag": "response_format",
         "custom_logit_processor": "logit_bias",
         "logits_processors": "logit_bias",

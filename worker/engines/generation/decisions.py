@@ -219,8 +219,7 @@ class Decisions:
         return SharedPrompt(TokenIds(ids), last_word, last_word_tokens, text[end:], after, key)
 
     def _too_long(self, tokens: str, param: str) -> InvalidInput:
-        reason = f"the prompt is too long: {tokens}"
-        return ContextExceeded.of(self._max_model_len, param, reason)
+        return ContextExceeded.of(self._max_model_len, param, f"the prompt is too long: {tokens}")
 
     # ── a question ──
 

@@ -404,8 +404,7 @@ class InputProcessor:
         max_tokens = min(room, default) if stopping.max_tokens is None else stopping.max_tokens
         for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens or 0)):
             if value > room:
-                left = f"the {max(0, room)} left by a prompt of {prompt_tokens}"
-                reason = f"{value} tokens exceed {left}"
+                reason = f"{value} tokens exceed the {room} left by a prompt of {prompt_tokens}"
                 raise ContextExceeded.of(self.max_model_len, name, reason)
         return max_tokens
 

@@ -32,7 +32,7 @@ from server.apis.openai.request_fields import convert, decode
 from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList
 from server.apis.openai.responses.event_stream import StoredEvents
 from server.apis.openai.responses.events import Response, ResponsesBuilder
-from server.apis.openai.responses.items import check_ids, to_documents
+from server.apis.openai.responses.items import check_ids, convert_foreign, to_documents
 from server.apis.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.apis.openai.responses.store import (
     Count,
@@ -208,7 +208,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     @refusing_disk_errors()
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.models.max_entries
-        request = decode(parse_json(body), ResponseRequest, self.models.id_for, scope, max_entries)
+        document = parse_json(body)
+        convert_foreign(document.get("input"))
+        request = decode(document, ResponseRequest, self.models.id_for, scope, max_entries)
         namespace = owner_from(scope).namespace
         look_up = partial(self.store.items, namespace, count=counter(scope, "input"))
         items = to_documents(request.input, look_up)

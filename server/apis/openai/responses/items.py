@@ -29,7 +29,7 @@ from server.apis.openai.response_tools import LOCAL_SHELL, Tool, flat_name, flat
 from server.apis.openai.tools import MAX_TOOLS
 from server.core.sealing import unseal
 from server.http.errors import HttpError
-from server.http.json import Document
+from server.http.json import Document, to_json
 from worker.messages.generation import INPUT
 
 ID_PREFIXES = {
@@ -59,6 +59,12 @@ InputItemType = Literal[
     "input_audio",
     "input_video",
 ]
+# Items of tools that OpenAI's server runs, and of its summaries, which no one else can read.
+HOSTED = (
+    "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
+    "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call",
+    "tool_search_output", "compaction",
+)  # fmt: skip
 REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "message": ("role", "content"),
     "reasoning": (),
@@ -241,6 +247,32 @@ def _part_documents(
         else {"type": kinds[0], "text": part.read(f"{path}[{n}]", kinds, prefix)}
         for n, part in enumerate(parts)
     ]
+
+
+def convert_foreign(items: Any) -> None:
+    """Turn items of OpenAI's further tools, as clients send them, into calls of functions and their
+    outputs. Those of HOSTED are removed."""
+    if isinstance(items, list):
+        items[:] = [new for item in items for new in _converted(item)]
+
+
+def _converted(item: Any) -> Iterator[Any]:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "mcp_call":
+        call = {"type": "function_call", "call_id": item.get("id")}
+        yield {**item, **call, "namespace": item.get("server_label"), "output": None}
+        output = item.get("output") or item.get("error") or ""
+        yield {**call, "type": "function_call_output", "output": str(output)}
+    elif kind in ("shell_call", "apply_patch_call"):
+        arguments = to_json(item.get("action") or item.get("operation")).decode()
+        name = kind.removesuffix("_call")
+        yield {**item, "type": "function_call", "name": name, "arguments": arguments}
+    elif kind in ("shell_call_output", "apply_patch_call_output"):
+        output = item.get("output") or item.get("status") or ""
+        text = output if isinstance(output, str) else to_json(output).decode()
+        yield {**item, "type": "function_call_output", "output": text}
+    elif kind not in HOSTED:
+        yield item
 
 
 def to_documents(
