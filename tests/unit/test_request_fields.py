@@ -143,7 +143,9 @@ def test_items_that_another_server_ran_are_calls_or_ignored() -> None:
     ]  # fmt: skip
     convert_foreign(items)
     request = convert({"input": items}, ResponseRequest)
-    messages = [message for _, message in to_messages((), to_documents(request.input, {}.get))]
+    messages = [
+        message for _, message in to_messages((), to_documents(request.input, lambda _: {}))
+    ]
     calls = [(c.function.name, c.function.arguments) for m in messages for c in m.tool_calls or ()
              if c.function]  # fmt: skip
     assert calls == [

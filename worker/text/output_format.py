@@ -345,9 +345,11 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
             delimiters.append(opening_call(pattern, make_parser=make_parser))
         if own.startswith("["):  # or name[TOOL_CALLS]{…}, or name[ARGS]{…}
             pattern = rf"(?P<name>{TOOL_NAME})\s*+(?:\[[A-Z_]{{2,40}}\]\s*+)++(?=\{{)"
-            make_parser = lambda groups, _: PlainCallParser("", "", groups["name"])  # noqa: E731
+            named_call = partial(opening_call, known_tool=True, line_start=True)
             delimiters.append(
-                opening_call(pattern, make_parser=make_parser, known_tool=True, line_start=True)
+                named_call(
+                    pattern, make_parser=lambda found, _: PlainCallParser("", "", found["name"])
+                )
             )
         if calls.arguments.style == "python":
             delimiters += BARE_CALLS

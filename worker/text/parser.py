@@ -68,6 +68,7 @@ class OutputParser:
         self._allows_calls = allows_calls
         calls = output_format.call_delimiters if allows_calls else ()
         self._delimiters = [*calls, *output_format.delimiters]
+        self._active = list[Delimiter]()
         self._enter(output_format.initial_phase)
         self._is_document = is_document
         self._constrained = False  # the last text was, by a grammar
@@ -315,9 +316,7 @@ class OutputParser:
 
     def _enter(self, phase: str) -> None:
         self._inside = phase
-        self._active: list[Delimiter] = [
-            delimiter for delimiter in self._delimiters if phase in delimiter.phases
-        ]
+        self._active = [each for each in self._delimiters if phase in each.phases]
         # of text: those of all delimiters; None: one may begin with any
         self._first_chars: frozenset[str] | None = None
         chars = [first_chars(delimiter.pattern) for delimiter in self._active]

@@ -4,7 +4,7 @@ Its input has items of the Responses API and is converted as there (items.py); i
 questions are those of questions.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -34,7 +34,7 @@ CustomToolType = Literal["custom_tool_call", "custom_tool_call_output"]
 class ItemPart(QuestionPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["input_json", *MESSAGE_PARTS]})]
 
-    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+    def read(self, path: str, kinds: Container[str], prefix: str = "") -> str:
         is_json = self.type == "input_json"
         return self.to_text(path) if is_json else super().read(path, kinds, prefix)
 
