@@ -88,7 +88,7 @@ CHATS: list[tuple[Fields, str, str]] = [
     ({"messages": None, "input": "hi"}, "messages", "a request with `input` goes to /v1/responses"),
     (messages("hi"), "messages[0]", "expected object"),
     (messages({"content": "hi"}), "messages[0].role", "is required"),
-    (messages({"role": "function", "content": "x"}), "messages[0].role", "'function'"),
+    (messages({"role": "critic", "content": "x"}), "messages[0].role", "'critic'"),
     (messages({"role": "user"}), "messages[0].content", "is required"),
     (messages({"role": "user", "content": 3}), "messages[0].content", "got int"),
     (parts(), "messages[0].content", "empty"),

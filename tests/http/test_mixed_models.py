@@ -41,7 +41,7 @@ def ask_short(server: Server) -> None:
 
 def ask_too_long(server: Server) -> None:
     refused = chat(server, LONG, model="short", max_tokens=1)
-    assert (refused.status_code, "holds 40" in error_of(refused)["message"]) == (400, True)
+    assert (refused.status_code, "length is 40" in error_of(refused)["message"]) == (400, True)
 
 
 def ask_pipeline(server: Server) -> None:

@@ -45,7 +45,7 @@ def test_a_request_is_answered_by_the_model_that_it_names(server: Server) -> Non
     body = {"messages": [{"role": "user", "content": "a " * 60}], "max_tokens": 2}
     assert post(server, "/v1/chat/completions", body | {"model": "demo"}).status_code == 200
     long = post(server, "/v1/chat/completions", body | {"model": "short"})
-    assert (long.status_code, "holds 40" in error_of(long)["message"]) == (400, True)
+    assert (long.status_code, "length is 40" in error_of(long)["message"]) == (400, True)
     unknown = chat(server, FRANCE, model="other")
     assert unknown.status_code == 404
     assert "only 'demo', 'short'" in error_of(unknown)["message"]

@@ -329,7 +329,7 @@ def test_a_compiled_model_is_captured_without_compiling_again(
 
 def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eager model's graphs serve until then."""
-    generator = engine("llama", blocks=BLOCKS, max_running=8)
+    generator = engine("llama", blocks=BLOCKS, speculation="off", max_running=8)
     runner, first, again = runner_of(generator), Recorder(), Recorder()
     runner._rows = 8
     graphs = runner._graphs = captured(runner, first, 8)

@@ -191,7 +191,7 @@ def test_choices_differ_and_are_reproducible() -> None:
 
 
 def test_choices_share_the_blocks_of_their_prompt() -> None:
-    generator = engine("llama")
+    generator = engine("llama", speculation="off")
     prompt = prompt_of(40)
     [served], driver = serve(generator, [request(prompt, SAMPLED, n=3)])
     assert driver.total("prefill_tokens") == 40 + 8 + 8

@@ -139,7 +139,8 @@ class OutputFormat:
 DEFAULT_REASONING: Pair = ("<think>", "</think>")
 
 # What models write around calls without delimiters: <|python_tag|>, [TOOL_CALLS], a code fence
-WRAPPER = r"(?:<\|?/?\w{1,40}\|?>|\[/?[A-Z_]{2,40}\]|```\w{0,20})"
+FENCE = r"```\w{0,20}"
+WRAPPER = rf"(?:<\|?/?\w{{1,40}}\|?>|\[/?[A-Z_]{{2,40}}\]|{FENCE})"
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
@@ -233,7 +234,7 @@ NAME_BEFORE_JSON = _delimiter(
 )
 
 
-def _undelimited_call(calls: ToolCallFormat, name: str = "") -> str:
+def _undelimited_call(calls: ToolCallFormat, name: str = "", wrapper: str = WRAPPER) -> str:
     """Return a pattern of the beginning of calls without delimiters, up to a name if its pattern is
     given. Some models write calls as Python though their template writes JSON, or the reverse."""
     word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
@@ -242,7 +243,7 @@ def _undelimited_call(calls: ToolCallFormat, name: str = "") -> str:
     json_call = rf'(?P<json>(?:\[\s*+)?\{{\s*+"{member})'
     python_call = rf"(?P<python>\[\s*+{name or TOOL_NAME}\()"
     # No leading \s*: a long run of white space would be searched from each of its positions.
-    return rf"(?:{WRAPPER}\s*+)?{word}(?={json_call}|{python_call})"
+    return rf"(?:{wrapper}\s*+)?{word}(?={json_call}|{python_call})"
 
 
 # What some models write though their format has delimiters, or though they have none: JSON or
@@ -251,12 +252,12 @@ BARE_CALLS = (
     _delimiter(
         (CONTENT,),
         CALL,
-        _undelimited_call(DEFAULT_TOOL_CALL_FORMAT, f"(?P<name>{TOOL_NAME})"),
+        _undelimited_call(DEFAULT_TOOL_CALL_FORMAT, f"(?P<name>{TOOL_NAME})", FENCE),
         make_parser=partial(make_call_parser, DEFAULT_TOOL_CALL_FORMAT),
         known_tool=True,
         line_start=True,
     ),
-    _delimiter((CONTENT,), CONTENT, WRAPPER, after_call=True),
+    _delimiter((CONTENT,), CONTENT, FENCE, after_call=True),
 )
 
 

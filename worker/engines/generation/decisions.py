@@ -175,7 +175,9 @@ class Decisions:
             prompt_tokens = own_tokens + (number + 1) * prefix_len
             fits = own_tokens <= MAX_QUESTION_TOKENS and prompt_tokens <= MAX_PROMPT_TOKENS
             self._check(fits, question)
-            if not 0 < len(prompt) <= self._max_model_len:
+            if not prompt:
+                raise InvalidInput.at(question.param, "the prompt has no tokens")
+            if len(prompt) > self._max_model_len:
                 raise self._too_long(f"{len(prompt)} tokens with the question", question.param)
             ids, temperature = (*labels.values(),), self._config.temperature.get(question.kind, 1.0)
             if question.kind == "noul" and self._config.noul_options != NOUL_OPTIONS:

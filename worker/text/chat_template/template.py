@@ -307,7 +307,10 @@ class ChatTemplate:
         tools = [dict(tool) for tool in chat.tools]
         if tools and not self.shows_tools:
             messages, tools = self._with_instructions(messages, tools), []
-        return fold_messages(messages, self.message_order), tools
+        others = messages[1:] if self.message_order.system else messages
+        if is_adapted or any(message["role"] == "system" for message in others):
+            messages = fold_messages(messages, self.message_order)
+        return messages, tools
 
     def _with_instructions(
         self, messages: Sequence[Message], tools: Sequence[Message]
