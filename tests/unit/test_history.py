@@ -4,6 +4,7 @@ templates, and with those of real checkpoints where they are present."""
 import itertools
 import json
 import re
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from server.core.delta_stream import UsageCounts
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat
-from worker.text.chat_template.history import HistoryAdapter, HistoryFormat
+from worker.text.chat_template.history import (
+    HistoryAdapter,
+    HistoryFormat,
+    MessageOrder,
+    fold_messages,
+)
 from worker.text.chat_template.template import ChatTemplate
 
 REAL = Path(__file__).parents[3] / "shared" / "templates"
@@ -532,6 +538,22 @@ def test_longer_histories_begin_with_the_shorter_one(order: str) -> None:
     assert len(texts) == 3
     for shorter, longer in itertools.pairwise(texts):
         assert longer.startswith(shorter.removesuffix("<a>"))
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_many_system_messages_take_linear_time(system: bool, in_place: bool) -> None:
+    start = time.thread_time()
+    fold_messages([said("system", "note")] * 50_000, MessageOrder(system, in_place))
+    assert time.thread_time() - start < 2
+
+
+def test_texts_before_parts_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+    note, asked = said("system", "note"), {**FIRST, "content": parts}
+    folded = fold_messages([note, note, asked], MessageOrder(False, False))
+    text = {"type": "text", "text": f"{FOLDED}\n\n{FOLDED}"}
+    assert folded == [{"role": "user", "content": [text, *parts]}]
 
 
 def test_equal_arguments_give_equal_prompts() -> None:

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, groupby, product
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -270,28 +270,30 @@ def fold_messages(messages: Sequence[Message], order: MessageOrder) -> list[Mess
     """Write the messages that the template does not take into their neighbours: system messages
     into the user's message beside them, or into one of their own, and what follows a result into
     the result. The place of a message depends on nothing after its own turn."""
-    folded: list[Message] = []
+    folded: list[list[Message]] = []  # of each message, what is joined to it
     is_system = False  # the last message has a system message in it
     for position, message in enumerate(messages):
         is_later_system = message["role"] == "system" and not order.system_in_place
-        at_start = order.system and all(other["role"] == "system" for other in folded)
-        if is_later_system and at_start:
-            if folded:
-                message = _joined(folded.pop(), message)
-            folded.append(message)
+        last = folded[-1][0] if folded else {}
+        last_role = last.get("role")
+        if is_later_system and order.system and last_role in (None, "system"):
+            folded = folded or [[]]
+            folded[0].append(message)
             continue
-        last_role = folded[-1]["role"] if folded else None
         if is_later_system:
             message = {"role": "user", "content": SYSTEM_TEXT.format(_text(message))}
         is_user = message["role"] == "user"
-        after_result = last_role == "tool" or (folded and folded[-1].get("is_result"))
+        after_result = last_role == "tool" or last.get("is_result")
         next_role = messages[position + 1]["role"] if position + 1 < len(messages) else None
         joins = last_role == "user" and (is_later_system or is_system)
         if after_result and is_user:
             joins = not order.user_after_result or (is_later_system and next_role == "tool")
         is_system = is_later_system or (is_system and joins)
-        folded.append(_joined(folded.pop(), message) if joins and is_user else message)
-    return folded
+        if joins and is_user:
+            folded[-1].append(message)
+        else:
+            folded.append([message])
+    return [_joined(group) for group in folded]
 
 
 def _text(message: Message) -> str:
@@ -301,16 +303,18 @@ def _text(message: Message) -> str:
     return "\n".join(part.get("text", "") for part in content)
 
 
-def _joined(message: Message, other: Message) -> Message:
-    """Return a message with the content of both."""
-    contents = message["content"], other["content"]
-    if all(isinstance(content, str) for content in contents):
-        return {**message, "content": "\n\n".join(contents)}
-    parts = [
-        [{"type": "text", "text": content}] if isinstance(content, str) else content
-        for content in contents
-    ]
-    return {**message, "content": [*parts[0], *parts[1]]}
+def _joined(messages: Sequence[Message]) -> Message:
+    """Return the first message with the content of all."""
+    if len(messages) == 1:
+        return messages[0]
+    parts: list[Any] = []
+    for is_text, run in groupby((m["content"] for m in messages), lambda c: isinstance(c, str)):
+        if is_text:
+            parts.append({"type": "text", "text": "\n\n".join(run)})
+        else:
+            parts += chain.from_iterable(run)
+    all_text = all(isinstance(message["content"], str) for message in messages)
+    return {**messages[0], "content": parts[0]["text"] if all_text else parts}
 
 
 # ── at load: the format of a template ──
