@@ -138,6 +138,8 @@ def test_items_that_another_server_ran_are_calls_or_ignored() -> None:
         {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "d"}]},
         {"type": "apply_patch_call", "call_id": "p", "operation": {"type": "delete_file"}},
         {"type": "apply_patch_call_output", "call_id": "p", "status": "completed"},
+        {"type": "mcp_call", "id": "f", "server_label": "s", "name": "t", "arguments": "{}",
+         "output": None, "error": {"code": 401}},
         {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
         {"role": "user", "content": "e"},
     ]  # fmt: skip
@@ -150,11 +152,12 @@ def test_items_that_another_server_ran_are_calls_or_ignored() -> None:
              if c.function]  # fmt: skip
     assert calls == [
         ("s__t", "{}"), ("shell", '{"commands":["ls"]}'), ("apply_patch", '{"type":"delete_file"}'),
+        ("s__t", "{}"),
     ]  # fmt: skip
     texts = [(m.role, m.content) for m in messages if not m.tool_calls]
     assert texts == [
         ("user", "a"), ("tool", "c"), ("tool", '[{"stdout":"d"}]'), ("tool", "completed"),
-        ("user", "e"),
+        ("tool", '{"code":401}'), ("user", "e"),
     ]  # fmt: skip
 
 

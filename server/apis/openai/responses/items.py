@@ -261,18 +261,23 @@ def _converted(item: Any) -> Iterator[Any]:
     if kind == "mcp_call":
         call = {"type": "function_call", "call_id": item.get("id")}
         yield {**item, **call, "namespace": item.get("server_label"), "output": None}
-        output = item.get("output") or item.get("error") or ""
-        yield {**call, "type": "function_call_output", "output": str(output)}
+        output = item.get("output") or item.get("error")
+        yield {**call, "type": "function_call_output", "output": _output_text(output)}
     elif kind in ("shell_call", "apply_patch_call"):
         arguments = to_json(item.get("action") or item.get("operation")).decode()
         name = kind.removesuffix("_call")
         yield {**item, "type": "function_call", "name": name, "arguments": arguments}
     elif kind in ("shell_call_output", "apply_patch_call_output"):
-        output = item.get("output") or item.get("status") or ""
-        text = output if isinstance(output, str) else to_json(output).decode()
-        yield {**item, "type": "function_call_output", "output": text}
+        output = item.get("output") or item.get("status")
+        yield {**item, "type": "function_call_output", "output": _output_text(output)}
     elif kind not in HOSTED:
         yield item
+
+
+def _output_text(output: Any) -> str:
+    if isinstance(output, str):
+        return output
+    return to_json(output).decode() if output else ""
 
 
 def to_documents(
