@@ -137,3 +137,19 @@ def test_quoted_value_is_a_string_where_the_schema_allows_one(
     assert read_python_calls(f"[f(o={text})]", {"f": {"o": types}}, False) == [
         ("f", {"o": expected})
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"""a "b", c\n"""', 'a "b", c\n'),
+        ("'''a 'b', c'''", "a 'b', c"),
+        ('"""\\d \\n"""', "\\d \n"),
+        ('""""""', ""),
+        ('"echo """', 'echo ""'),
+        ('""a" b"', '"a" b'),
+        ("""'it's "x"'""", """it's "x\""""),
+    ],
+)
+def test_strings_with_three_quotes_and_quotes_at_the_edges_are_read(text: str, value: str) -> None:
+    assert read_python_calls(f"[f(a={text}, b=1)]", {}, False) == [("f", {"a": value, "b": 1})]

@@ -496,7 +496,8 @@ def _finite(digits: str) -> float:
 
 TOKEN = re.compile(
     # Some models write quotes within quotes: what ends a string stands before a sign.
-    r"""(?P<text>"(?:[^"\\]|\\.|"(?!\s*+(?:[,:)\]}]|\Z)))*+"
+    r"""(?P<text>"{3}(?:[^"\\]|\\.|"{1,2}(?!"))*+"{3}|'{3}(?:[^'\\]|\\.|'{1,2}(?!'))*+'{3}
+        |"(?:[^"\\]|\\.|"(?!\s*+(?:[,:)\]}]|\Z)))*+"
         |'(?:[^'\\]|\\.|'(?!\s*+(?:[,:)\]}]|\Z)))*+')
     |(?P<call>[\w.:/-]{1,128}+(?<!:)(?=\s*+\())
     |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
@@ -507,7 +508,7 @@ TOKEN = re.compile(
 END = ""  # the sign after the last token
 WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
 WORDS |= dict.fromkeys(("None", "null", "none"))
-BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
+UNSAFE, ESCAPES = re.compile(r'\\(.)|"', re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
 
 
 def read_literal(text: str) -> Any:
@@ -676,12 +677,13 @@ class _PythonReader:
 
 def _unquote(string: str) -> str:
     """Return the value of a quoted string, of several lines and with any backslashes."""
-    quotes = string[0] * 2
-    escaped = BACKSLASH.sub(lambda match: "\\" * (match[1] not in ESCAPES) + match[0], string)
+    size = 3 if len(string) > 5 and string[:3] == string[-3:] == string[0] * 3 else 1
+    text = string[size:-size]
+    escaped = UNSAFE.sub(lambda m: m[0] if m[1] and m[1] in ESCAPES else "\\" + m[0], text)
     try:
-        return str(ast.literal_eval(quotes + escaped + quotes))
+        return str(ast.literal_eval(f'"""{escaped}"""'))
     except (SyntaxError, ValueError):
-        return string[1:-1]
+        return text
 
 
 # ── types in a tool's schema ──
