@@ -76,6 +76,14 @@ def test_items_are_added_listed_and_removed(sdk: openai.OpenAI) -> None:
     assert ids(sdk, id)[-1] == "fco_1"
 
 
+def test_items_of_other_tools_are_added_as_those_of_a_response(sdk: openai.OpenAI) -> None:
+    searched: Any = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    called: Any = {"type": "shell_call", "id": "sh_1", "call_id": "c", "action": {"commands": []}}
+    id = sdk.conversations.create(items=[user("x", "msg_1"), searched]).id
+    sdk.conversations.items.create(id, items=[called])
+    assert ids(sdk, id) == ["msg_1", "sh_1"]
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [

@@ -25,7 +25,13 @@ from server.apis.openai.responses.endpoint import (
     owner_from,
     return_memory,
 )
-from server.apis.openai.responses.items import ITEM_FIELDS, Item, check_ids, to_documents
+from server.apis.openai.responses.items import (
+    ITEM_FIELDS,
+    Item,
+    check_ids,
+    convert_foreign,
+    to_documents,
+)
 from server.apis.openai.responses.request import Metadata
 from server.apis.openai.responses.store import NotStored, ResponseStore, of_conversations
 from server.apis.openai.store import ListPage, Owner, encode_page, refusing_disk_errors
@@ -168,6 +174,7 @@ class Conversations:
             arguments = []
             if kind:
                 document = parse_json(body)
+                convert_foreign(document.get("items"))
                 limit_lists(document, kind, self.models.max_entries)
                 arguments = [convert_body(document, kind, scope)]
             try:
