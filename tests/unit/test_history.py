@@ -286,6 +286,11 @@ def test_ids_that_the_template_shows_are_counted_through_the_conversation() -> N
     assert re.findall(r"functions\.\w+:\d", turns[0]) == ["functions.get_weather:0"] * 2
     again = ["functions.get_weather:1", "functions.clock:2"]
     assert re.findall(r"functions\.\w+:\d", turns[1]) == again * 2
+    later = answered(chat_template, [ASKED], calling(), calling())  # the first turns are gone
+    for call, id in zip(later["tool_calls"], ("functions.get_weather:1", "call_x"), strict=True):
+        call["id"] = id
+    text = rendered(chat_template, [ASKED, later]).split("[assistant]")[1]
+    assert re.findall(r"functions\.\w+:(\d)", text) == ["1", "2"]
 
 
 def test_calls_whose_name_is_metadata_are_rendered_as_messages() -> None:

@@ -163,6 +163,13 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"n": 1}[TOOL_CALLS]put[CALL_ID]b[ARGS]{}',
         ("", "", [get(n=1), PUT]),
     ),
+    ("python", "So\n[get(n=1)]", ("So", "", [get(n=1)])),
+    ("python", '```json\n{"name": "get", "arguments": {"n": 1}}\n```', ("", "", [get(n=1)])),
+    (
+        "python",
+        '{"name": "get", "description": "x"}',
+        ('{"name": "get", "description": "x"}', "", []),
+    ),
     ("args", 'So\nget[TOOL_CALLS]{"n": 1}', ("So", "", [get(n=1)])),
     ("args", 'get[ARGS] {"n": 1}\nput[ARGS]{}', ("", "", [get(n=1), PUT])),
     ("args", '[TOOL_CALLS]get[TOOL_CALLS]{"n": 1}', ("", "", [get(n=1)])),

@@ -246,13 +246,15 @@ def _undelimited_call(calls: ToolCallFormat, name: str = "", wrapper: str = WRAP
     return rf"(?:{wrapper}\s*+)?{word}(?={json_call}|{python_call})"
 
 
+# Behind a name: a definition of a tool has a name, too, and no arguments.
+CALLED = r'(?=\(|"\s*+(?:\}|,\s*+"(?:arguments|parameters)"))'
 # What some models write though their format has delimiters, or though they have none: JSON or
 # Python calls alone, perhaps in a code fence
 BARE_CALLS = (
     _delimiter(
         (CONTENT,),
         CALL,
-        _undelimited_call(DEFAULT_TOOL_CALL_FORMAT, f"(?P<name>{TOOL_NAME})", FENCE),
+        _undelimited_call(DEFAULT_TOOL_CALL_FORMAT, rf"(?P<name>{TOOL_NAME}){CALLED}", FENCE),
         make_parser=partial(make_call_parser, DEFAULT_TOOL_CALL_FORMAT),
         known_tool=True,
         line_start=True,

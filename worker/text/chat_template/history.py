@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby, product
+from itertools import chain, count, groupby, product
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -202,7 +202,8 @@ class HistoryAdapter:
     def _replacement_id(self, id: str | None, name: str) -> str:
         """Deterministic, so that a continued conversation keeps its prefix."""
         if self._format.call_ids == "counted":
-            return _named_id(name, len(self._used_ids))
+            numbers = count(len(self._used_ids))
+            return next(id for n in numbers if (id := _named_id(name, n)) not in self._used_ids)
         seed = f"{len(self._used_ids)} {id}".encode(errors="replace")
         digits = hashlib.sha256(seed).hexdigest()
         return digits[:9] if self._format.call_ids == "nine" else "call_" + digits[:24]
@@ -404,7 +405,7 @@ def infer_message_order(render: Render, history_format: HistoryFormat | None) ->
         for role, numbers in (("system", "123"), ("user", "12"), ("assistant", "1"))
         for number in numbers
     )
-    system = first["content"] in render([first, asked])
+    system = first["content"] in render([first, asked]) or not render([asked])
     in_place = shows(first, asked, answer, later, again, last)
     if history_format is None:
         return MessageOrder(system, in_place)
