@@ -201,6 +201,7 @@ class BlockPool:
         return self._evict()
 
     def _evict(self) -> int:
+        """Remove the least recently used block from the prefix cache."""
         block, _ = self._cached.popitem(last=False)
         key = self._key_of[block]
         assert key is not None
@@ -258,10 +259,12 @@ class BlockPool:
             self._empty.append(block)
 
     def drop_cached(self) -> None:
+        """Remove the blocks that no sequence uses from the prefix cache."""
         while self._cached:
             self._empty.append(self._evict())
 
     def unregister(self, table: BlockTable) -> None:
+        """Remove the blocks that this sequence alone uses from the prefix cache."""
         for block in table.blocks:
             key = self._key_of[block]
             if (
@@ -303,6 +306,7 @@ class BlockPool:
         table.blocks, table.runner_state = array("i"), None
 
     def _new_prefix(self, block: int, key: BlockKey) -> int:
+        """Number the prefix that ends with a block."""
         self._last_prefix += 1
         self._prefix_of[block] = self._last_prefix  # before the key: other threads read both
         self._key_of[block] = key

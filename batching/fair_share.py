@@ -110,6 +110,7 @@ class Shares:
                 above.weights -= weight
 
     def of(self, path: Path) -> float:
+        """Return the units of a class, a client, a flow or a request."""
         holding = self._holdings.get(path)
         return holding.units if holding else 0.0
 
@@ -206,6 +207,7 @@ class _Level:
             self.clocks = {p: c for p, c in self.clocks.items() if c.waiting or c.time > self._now}
 
     def first(self) -> Path:
+        """Return the path of the smallest clock of those that wait."""
         while not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][3]
@@ -263,6 +265,7 @@ class FairOrder(Generic[T]):
         return clock is not None and clock.waiting > 0
 
     def first(self, path: Path = ()) -> T:
+        """Return the next item, or that of a class, a client, a flow or a request that waits."""
         while level := self._levels.get(path):
             path = level.first()
         return next(iter(self._items[path]))

@@ -194,6 +194,7 @@ class FairQueue:
         return item
 
     def start(self, item: WorkItem) -> None:
+        """Record that an item's response has started, or that its batch has run."""
         item.started = True
         self._running += item.units
         self._leave_unstarted(item)
@@ -206,6 +207,7 @@ class FairQueue:
         self._changed[item.owner] = None
 
     def remove(self, item: WorkItem) -> None:
+        """Remove an item that is answered, or whose client has left."""
         if item.started:
             self._running -= item.units
         else:
@@ -265,6 +267,7 @@ class RequestQueue:
 
     @property
     def pending(self) -> int:
+        """The number of items accepted and not released."""
         return len(self.items)
 
     def has_room(self, owner: WorkOwner) -> bool:
@@ -352,6 +355,7 @@ class RequestQueue:
             )
 
     def has_model(self, model: str, queue: FairQueue) -> None:
+        """Queue the items that have awaited a model."""
         del self.awaiting[model]
         for item in [i for i in self.items if i.model == model and i.awaits_model]:
             item.awaits_model = False
@@ -376,6 +380,7 @@ class RequestQueue:
         return [item for queue in changed for item in queue.take()]
 
     def start(self, items: Iterable[WorkItem]) -> None:
+        """Record that the responses of items have started."""
         for item in items:
             if item.queue and not item.started:
                 item.queue.start(item)

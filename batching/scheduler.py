@@ -354,6 +354,7 @@ class ContinuousScheduler:
         return itertools.chain.from_iterable(queues)
 
     def _after(self, sequence: Sequence) -> Sequence | None:
+        """Return the next one of its request that waits."""
         queue = self._waiting.get(_key_of(sequence), [])
         index = bisect.bisect_right(queue, sequence)
         return queue[index] if index < len(queue) else None

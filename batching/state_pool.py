@@ -87,6 +87,7 @@ class StatePool:
         return None if slot is None else (slot, self._uses[slot])
 
     def drop(self, prefix: Hashable) -> None:
+        """Remove the checkpoint of a prefix, if it has one."""
         slot = self._checkpoints.pop(prefix, None)
         if slot is not None:
             self._give_back(slot)

@@ -63,6 +63,7 @@ class ParallelLimit:
         self._has_refused = False  # since the last exchange
 
     def start(self) -> bool:
+        """Count a request that starts to run, and return whether it may."""
         may_run = self.running < self._allowed
         self.running += may_run
         self._has_refused |= not may_run

@@ -96,6 +96,7 @@ class Replica:
         return client
 
     async def respond(self, path: str, scope: dict[str, Any]) -> tuple[str, object]:
+        """Return the id of this replica, and its own response."""
         response = await LOCAL[path](Request(scope | {"app": server.app.app}))
         return serve.get_replica_context().replica_id.unique_id, response
 

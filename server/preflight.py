@@ -281,6 +281,7 @@ def check_hub(settings: Settings) -> None:
 
 
 def _hub_problem(model: str) -> str:
+    """Return why a hub model has no configuration."""
     files = file_sizes(model)
     return config_problem(files) if files else "it has no config.json"
 
@@ -425,6 +426,7 @@ def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str |
 
 
 def setting_for(model: str) -> str:
+    """Return the setting that a checkpoint is for."""
     if split_file(model)[1]:
         return "chat_model"
     where = f"MODEL={model!r}"

@@ -67,6 +67,7 @@ def serve_command() -> click.Command:
 
 
 def serve(model: str | None, **flags: Any) -> None:
+    """The command's callback: check the flags, then run uvicorn."""
     export_settings(model, flags)
     check_workers(flags["workers"] and str(flags["workers"]))
     if flags["uds"]:

@@ -164,6 +164,7 @@ def report(template: ChatTemplate, stop_tokens: tuple[str, ...]) -> dict[str, An
 
 
 def _calls(template: ChatTemplate) -> dict[str, Any]:
+    """Return the format of required calls, and whether it was inferred."""
     call_format = template.output_format_for(ToolCallPolicy((), required=True)).tool_calls
     assert call_format is not None
     one, two = (example_calls(template.examples, count) for count in (1, 2))
@@ -191,6 +192,7 @@ def _reasoning(template: ChatTemplate) -> dict[str, Any] | None:
 
 
 def _history(template: ChatTemplate) -> dict[str, Any] | None:
+    """Return the form in which the template takes earlier calls."""
     history = template.history_format
     if history is None or history.calls_in_content:
         return None

@@ -59,9 +59,11 @@ class DeltaStream(Submission[None], Generic[D]):
         return deltas
 
     def start(self) -> None:
+        """Record that the first deltas have been read."""
         self.started = True
 
     def _end_limit(self) -> float:
+        """Return the time limit of the whole response."""
         return self.incoming.deadlines.whole
 
     def _expire(self) -> None:
@@ -162,6 +164,7 @@ class TokenStream(DeltaStream[Delta]):
         self._is_read = False  # part by part
 
     def push(self, source: DeltaSource) -> None:  # type: ignore[override]  # in place of deltas
+        """Record that a choice has unread tokens, or has ended."""
         if source.finished:
             self._ended.add(source.choice)
         if source.unread:

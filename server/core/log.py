@@ -74,6 +74,8 @@ class OneLineFormatter(logging.Formatter):
 
 
 class JsonFormatter(OneLineFormatter):
+    """Format a record as a JSON object on one line."""
+
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).astimezone()
         document = {

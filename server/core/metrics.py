@@ -54,6 +54,7 @@ TOKEN_KINDS = {  # the label, by the report's field
 
 
 async def metrics(request: Request) -> Response:
+    """`GET /metrics`."""
     app = request.app
     app.metrics.refresh(app.settings, app.worker_client.models)
     exposed = WithoutCreated(app.metrics.registry)

@@ -42,6 +42,8 @@ AWAIT_MODEL = object()  # payload of an item that ends when its model is ready
 
 @dataclass(eq=False)
 class Residency:
+    """A model, and how it is loaded and unloaded."""
+
     model: ServedModel
     queued: bool = False  # to be loaded, or being loaded
     load: "asyncio.Task[None] | None" = None  # the last one
@@ -83,6 +85,8 @@ async def no_models() -> None:
 
 
 class ModelManager:
+    """Loads and unloads the models of a worker."""
+
     def __init__(
         self, worker: Worker, queue: RequestQueue, metrics: Metrics, settings: Settings
     ) -> None:

@@ -269,6 +269,7 @@ class WorkerClient:
     # ── in pool threads ──
 
     def _prepare_items(self, items: list[WorkItem]) -> None:
+        """Prepare items and send them on to the worker."""
         prepared: list[WorkItem] = []
         failed: list[tuple[WorkItem, OnequeueError]] = []
         for item in items:
@@ -419,6 +420,7 @@ def is_alive(item: WorkItem) -> bool:
 
 
 def resolve_outcomes(outcomes: Iterable[tuple[WorkItem, object]]) -> None:
+    """Resolve items with their own results or errors."""
     for item, outcome in outcomes:
         item.resolve(outcome)
 

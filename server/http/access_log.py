@@ -43,6 +43,7 @@ def log_background(scope: Scope, response: str, status: str) -> None:
 
 
 def _log(message: str, scope: Scope, fields: dict[str, Any]) -> None:
+    """Log a request's id and fields, then its key, model, tokens and error."""
     record: RequestRecord = scope["record"]
     fields = {"id": record.request_id, **fields}
     if scope["context"] and (name := scope["context"].key.name):

@@ -46,6 +46,7 @@ class Operation:
     takes_lines: bool = False  # the request may be NDJSON, and its response then is, too
 
     def __call__(self, endpoint: E) -> E:
+        """Add this operation to those of an endpoint."""
         declared: Any = endpoint
         declared.operations = (self, *vars(endpoint).get("operations", ()))
         return endpoint

@@ -39,6 +39,8 @@ MAX_FIELDS_BYTES = MAX_PARTS * MAX_FIELD_BYTES  # beside the file
 
 @dataclass(eq=False)
 class Uploads:
+    """The uploads of an app whose requests have no response yet."""
+
     max_mb: float  # of one file
     folder: str | None = None  # of the files; None: that of temporary files
 

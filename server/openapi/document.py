@@ -174,6 +174,7 @@ def _schema(kind: Any) -> Schema:
 
 
 def _content(body: type[Struct] | Body) -> dict[str, Any]:
+    """Return the content of a body, by media type."""
     by_media = {JSON: body} if isinstance(body, type) else body
     return {media: {"schema": _schema(kind)} for media, kind in by_media.items()}
 

@@ -62,6 +62,7 @@ def example_inputs() -> dict[str, Any]:
 
 
 def pipeline_body(name: str, mask: str) -> str:
+    """Return curl's arguments for a body that the task takes."""
     task, inputs = TASKS[name], example_inputs()
     if task.kind == "json":
         return json_body({"inputs": inputs["objects"][name]})

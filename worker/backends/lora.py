@@ -147,6 +147,7 @@ def _add_rows(
 
 @torch.inference_mode()
 def native_matches(dtype: torch.dtype) -> bool:
+    """Return whether the native operation adds what torch's functions add."""
     generator = torch.Generator().manual_seed(0)
     down, up = (
         [torch.randn(rank, size, generator=generator).to(dtype) for rank in (3, 16)]

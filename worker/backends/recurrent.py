@@ -321,6 +321,7 @@ class RecurrentProbe:
             self._attending |= {call.module for call in self.cache.running}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """Return the arguments of the forward to record."""
         if self.cache is None:
             return {"use_cache": False}
         return {"use_cache": True, cache_argument(model): self.cache}

@@ -185,6 +185,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         )
 
     def _reasoning(self) -> tuple[int | None, str]:
+        """Return the limit of the reasoning, and its effort."""
         if self.thinking is None or self.thinking.type == "disabled":
             return None, "none"
         effort = self.output_config.effort if self.output_config else None

@@ -263,6 +263,7 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
             yield {"index": self._calls[choice] - 1, "function": {"arguments": part.text}}
 
     def _end_input(self, choice: int) -> Iterator[Document]:
+        """Yield the rest of a custom tool's input."""
         if (reader := self._inputs.pop(choice, None)) and (text := reader.finish()):
             yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
 

@@ -48,6 +48,7 @@ class InputFormat(Struct):
 
 
 def custom_function(name: str, description: str | None, constraint: Constraint | None) -> Document:
+    """Return a custom tool as the function that chat templates read."""
     value: Document = {"type": "string"}
     if constraint is not None:
         kind = "regular expression" if constraint.kind == "regex" else "Lark grammar"

@@ -205,6 +205,7 @@ class NamedModel:
         return ModelStatus("unloaded")
 
     def load_event(self) -> LoadEvent:
+        """Return the event of a model that is loading, ready or failed."""
         entry, id, status = self.residency, self.id, self.status()
         if status.value == "loading":
             return LoadEvent("loading", id, status.stage, status.progress)
@@ -213,6 +214,7 @@ class NamedModel:
         return LoadEvent("error", id, message=entry.failure or "the model was unloaded")
 
     def describe(self, name: str) -> Model:
+        """Describe the model under its id or an alias."""
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
         model = Model(
@@ -398,6 +400,7 @@ class ModelListing:
         errors=[403],
     )
     async def unload(self, request: Request) -> LoadResponse:
+        """Unload a model once its work has finished, or end its load. New requests load it."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:

@@ -127,6 +127,7 @@ class PostgresDatabase:
         return not is_free
 
     def count_processes(self) -> int:
+        """Return the number of processes that use the database."""
         return max(1, int(self.execute(f"SELECT count(*) {PROCESSES}")[0][0]))
 
     def renew(self) -> None:

@@ -60,6 +60,7 @@ class Tool(Struct):
     tools: Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)] | None = None
 
     def document(self) -> Document:
+        """Return the tool with the fields of its type."""
         fields: Document = {"type": self.type}
         if self.type == "function":
             for name in ("name", "description", "parameters", "strict"):
@@ -121,6 +122,7 @@ class ToolDocuments(Struct):
 
 
 def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name of a function as the model sees it."""
     return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 

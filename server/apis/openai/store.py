@@ -124,6 +124,7 @@ class Store:
         return [name for name in names if not self.database.is_alive(name)]
 
     def _usage(self, table: str, owner: str, size: str) -> dict[bytes, tuple[int, int]]:
+        """Return the number and the bytes of each owner's rows."""
         total = f"CAST(sum({size}) AS BIGINT)"
         usage = f"SELECT {owner}, count(*), {total} FROM {table} GROUP BY {owner}"
         return {owner: (count, size) for owner, count, size in self.database.execute(usage)}

@@ -20,6 +20,8 @@ from worker.messages.protocol import PipelineInput
 
 @dataclass(eq=False)
 class DecisionPipelineEndpoint:
+    """`POST /` with the task decision, by a language model."""
+
     parser: PipelineInputParser
     decisions: DecisionEndpoint
     model: str

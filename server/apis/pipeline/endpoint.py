@@ -101,6 +101,7 @@ def _pipeline_schema(task: Task) -> Schema:
 
 
 def _pipeline_form(task: Task) -> Schema:
+    """Return the schema of a form with a file or a text."""
     fields: Schema = {
         "file": {"type": "string", "format": "binary", "description": "With a file name"},
         "inputs": {"type": "string", "minLength": 1},

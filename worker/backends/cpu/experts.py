@@ -150,6 +150,7 @@ def pack_experts(model: Any, make_layer: MakeLayer) -> int:
 
 
 def unpack_experts(model: Any) -> None:
+    """Put the parameters of all experts back, and their implementation."""
     for packed in packed_experts(model):
         packed.restore()
         model.set_experts_implementation(packed.before)

@@ -63,6 +63,7 @@ def _by_blocks(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _changed(base: ModuleType, **changed: Any) -> ModuleType:
+    """Return a copy of a Python module with some other attributes."""
     copied = ModuleType(base.__name__)
     vars(copied).update({**vars(base), **changed})
     return copied

@@ -175,6 +175,7 @@ class Bf16WeightLinear(_Linear):
         return out
 
     def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [out, in] and bias of the original layer."""
         weight = _unpaired(self.panels, self.out_features, self.in_features)
         return weight, None if self.bias is None else self.bias.to(self.dtype)
 

@@ -97,10 +97,12 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product [M, N] of a [M, K] and b [K, N]."""
     return bmm(a[None], b[None])[0]
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """Return beta · bias + alpha · a b."""
     product = mm(a, b)
     product = product if alpha == 1 else product * alpha
     return product + (bias if beta == 1 else bias * beta)

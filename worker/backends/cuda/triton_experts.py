@@ -140,6 +140,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 @torch.inference_mode()
 def waits(experts: Any) -> bool:
+    """Return whether a module of experts waits for the GPU."""
     size = experts.down_proj.shape[2 if experts.is_transposed else 1]
     hidden = experts.down_proj.new_zeros(2, size)
     index = torch.zeros(2, 1, dtype=torch.long, device=hidden.device)

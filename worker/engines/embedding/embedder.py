@@ -159,6 +159,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         raise InvalidInput.at("dimensions", f"must be {reason}")
 
     def result(self, item: WorkItem[EmbeddingInput], raw: list[Tensor]) -> EmbeddingOutput:
+        """Return an item's vectors, encoded as its payload requests."""
         payload = item.payload
         if payload.encoding in ("tokens", "sparse"):
             encode = to_numbers if payload.encoding == "tokens" else to_entries
@@ -182,6 +183,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
 
 
 def to_numbers(array: Vectors) -> bytes:
+    """Return a vector, or a list of them, as JSON."""
     return orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

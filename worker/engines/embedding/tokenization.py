@@ -48,6 +48,7 @@ class TextTokenizer:
         self._token_limit = TokenLimit(tokenizer, lambda text: self.encode_all([text])[0])
 
     def tokenize(self, texts: Sequence[str], **options: Any) -> dict[str, list[Any]]:
+        """Return the tokenizer's output for the texts, a list per field."""
         if self.lower_case:
             texts = [text.lower() for text in texts]
         disabled = dict.fromkeys(DISABLED, False)

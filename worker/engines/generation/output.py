@@ -196,6 +196,7 @@ class SequenceOutput:
             self._prompt_logprobs.append(token_logprob(self._vocabulary, score, text))
 
     def start(self, cached_tokens: int) -> None:
+        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache."""
         self.started = True
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
@@ -253,6 +254,7 @@ class SequenceOutput:
 
     @property
     def unread(self) -> int:
+        """The number of tokens pushed since the last call of `take_delta`."""
         return len(self._unread_tokens) + len(self._unread_deltas)
 
     def take_delta(self) -> Delta:

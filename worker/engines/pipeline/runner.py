@@ -298,6 +298,7 @@ class PipelineRunner:
     # ── pool threads: postprocess ──
 
     def finish(self, item: PipelineItem, raw: Any) -> bytes:
+        """Return the response to an item as JSON, from its raw output."""
         prepared = item.prepared
         if not self.task.stages:
             return to_json(raw)

@@ -271,7 +271,7 @@ def fold_messages(messages: Sequence[Message], order: MessageOrder) -> list[Mess
     """Write the messages that the template does not take into their neighbours: system messages
     into the user's message beside them, or into one of their own, and what follows a result into
     the result. The place of a message depends on nothing after its own turn."""
-    folded: list[list[Message]] = []  # of each message, what is joined to it
+    folded: list[list[Message]] = []  # each inner list becomes one message
     is_system = False  # the last message has a system message in it
     for position, message in enumerate(messages):
         is_later_system = message["role"] == "system" and not order.system_in_place

@@ -83,6 +83,7 @@ async def transcribe(
     incoming: IncomingRequest,
     send: Send,
 ) -> None:
+    """Respond with the transcript of the recording at `path`."""
     check_request(request)
     scope = incoming.scope
     recording = MediaInput(b"", "auto", "file", kind="audio")

@@ -66,6 +66,7 @@ class TranscriptionRequest(Struct, kw_only=True):
                 raise InvalidInput.at(name, f"requires response_format json, not {self.format}")
 
     def transcription_input(self, path: str) -> TranscriptionInput:
+        """Return the model's input for the recording at `path`."""
         return TranscriptionInput(
             path,
             self.task,

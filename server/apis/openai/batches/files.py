@@ -34,6 +34,8 @@ class ExpiresAfter(Struct):
 
 
 class FileFields(Struct):
+    """The fields of an upload, beside the file."""
+
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
 
@@ -120,6 +122,8 @@ def form_fields(form: Form) -> FileFields:
 
 @Operation("GET /v1/files/{id}/content", "The content of a file", {"application/octet-stream": {}})
 class FileContent:
+    """An ASGI app that sends the content of a file."""
+
     def __init__(self, store: BatchStore) -> None:
         self.store = store
         self._threads = CapacityLimiter(READER_THREADS)

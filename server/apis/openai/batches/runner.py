@@ -91,6 +91,8 @@ class LineSummary(Struct):
 
 
 class LineOutput(Struct):
+    """A line of an output or an error file."""
+
     id: str
     custom_id: str
     response: LineResponse | None
@@ -112,6 +114,7 @@ class CapturedResponse:
             self.parts.append(message.get("body", b""))
 
     def result(self) -> LineResult:
+        """Return the line of the output or the error file."""
         content = b"".join(self.parts)
         response = LineResponse(self.status, self.request_id, Raw(content))
         result = line_result(self.line.position, self.custom_id, response, None)

@@ -351,6 +351,7 @@ class BatchStore(Store):
         return encode_page(BatchList, jobs, page.limit)
 
     def unfinished(self) -> list[BatchRecord]:
+        """Return the batches that have not ended, oldest first."""
         return self._records("ended_at IS NULL ORDER BY number", ())
 
     def reload(self, record: BatchRecord) -> bool:
@@ -442,6 +443,7 @@ class BatchStore(Store):
         return sorted(PendingInput(*row) for row in self.database.execute(claimed, values))
 
     def release(self, record: BatchRecord) -> None:
+        """Release the lines of a batch that this process has claimed."""
         released = "UPDATE lines SET process = NULL WHERE process = ? AND batch = ?"
         self.database.execute(released, (self.database.process, record.number))
 
@@ -537,6 +539,7 @@ class BatchStore(Store):
 
 
 def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:
+    """Return the usage with the tokens of results."""
     counts = [
         usage.input_tokens,
         usage.input_tokens_details.cached_tokens,

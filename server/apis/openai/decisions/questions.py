@@ -141,6 +141,7 @@ AnyAnswer: TypeAlias = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 def join_parts(parts: QuestionText, path: str) -> str:
+    """Return the text of parts, joined like those of a message."""
     if isinstance(parts, str):
         return parts
     return "\n".join(part.to_text(f"{path}[{n}]") for n, part in enumerate(parts))
@@ -151,6 +152,7 @@ def described(name: str, description: str | None) -> str:
 
 
 def as_text(value: Any, path: str) -> str:
+    """Return a text as it is, any other value as JSON."""
     if isinstance(value, str):
         return value
     try:
@@ -163,6 +165,7 @@ def as_text(value: Any, path: str) -> str:
 
 
 def likeliest(probabilities: Sequence[float]) -> int:
+    """Return the index of the highest probability, the first of equals."""
     return max(range(len(probabilities)), key=probabilities.__getitem__)
 
 

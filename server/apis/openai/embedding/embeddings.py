@@ -121,6 +121,7 @@ class EmbedSparseRequest(EmbedAllRequest, kw_only=True):
 
 
 def split_inputs(inputs: Any, payload: EmbeddingInput, max_size: PartSize) -> list[EmbeddingInput]:
+    """Return the payload with each part of the inputs."""
     by_path = read_inputs(inputs, payload.param)
     if len(by_path) > MAX_INPUTS:
         reason = f"takes at most {MAX_INPUTS} inputs, not {len(by_path)}"

@@ -70,6 +70,8 @@ class ScoringTask(NamedTuple):
 
 @dataclass(eq=False)
 class ScoringEndpoint(BodyEndpoint[ScoringTask]):
+    """An endpoint for one kind of request, to any of the models."""
+
     kind: type[ScoringRequest]
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: ScoringTask) -> None:

@@ -65,6 +65,7 @@ class RerankRequest(ScoringRequest, kw_only=True):
 
     @property
     def is_bare(self) -> bool:
+        """Whether the response is a bare list, as in text-embeddings-inference."""
         return self.texts is not None
 
     def document_texts(self) -> list[str]:
@@ -117,6 +118,7 @@ RERANK = [
 
 
 def split_pairs(payload: ScoringInput, max_size: PartSize) -> list[ScoringInput]:
+    """Return the payload with each part of its pairs."""
     pairs, paths = payload.pairs, payload.paths
     sizes = [len(query) + len(document) for query, document in pairs]
     return [

@@ -194,4 +194,5 @@ class Conversations:
 
 
 def _key_of(request: Request) -> tuple[bytes, str]:
+    """Return the namespace and the id of a conversation."""
     return of_conversations(owner_from(request.scope).namespace), request.path_params["id"]

@@ -83,6 +83,8 @@ T = TypeVar("T")
 
 
 class BackgroundJob(StoredJob):
+    """A response that is generated in the background."""
+
     def __init__(
         self,
         endpoint: "Responses",
@@ -137,6 +139,7 @@ class BackgroundJob(StoredJob):
 
     @property
     def store(self) -> ResponseStore:
+        """The store with the response and its events."""
         endpoint = self.endpoint
         return endpoint.store if self.builder.response.store else endpoint.fallback_store
 
@@ -356,6 +359,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return await self._in_stores(read, scope, id)
 
     async def _follow(self, scope: Scope, id: str, starting_after: int | None) -> StoredEvents:
+        """Return the events of a background response, of any process."""
         after = -1 if starting_after is None else starting_after
         namespace = owner_from(scope).namespace
         job = self.jobs.find(BackgroundJob, namespace, id)
@@ -436,6 +440,7 @@ async def refuse_compaction(request: Request) -> bytes:
 
 
 def encode_items(items: list[Document], page: ListPage) -> bytes:
+    """Return a page of a response's input items as JSON."""
     items, start = items[:: -1 if page.order == "desc" else 1], 0
     if page.after is not None:
         ids = [item["id"] for item in items]

@@ -362,6 +362,7 @@ def _assistant_message(messages: list[Message], item: Document) -> Message | Non
 
 
 def _called_function(item: Document) -> CalledFunction:
+    """Return the function that the model has called, from the item of a call."""
     if item["type"] == "local_shell_call":
         arguments = {key: value for key, value in item["action"].items() if key != "type"}
         return CalledFunction(LOCAL_SHELL, arguments)
@@ -394,6 +395,7 @@ def _join(parts: str | list[Document]) -> str:
 
 
 def _content(parts: list[Document]) -> str | list[ContentPart | str]:
+    """Return a message's content: text, or parts if there are media."""
     if all(part["type"] not in MEDIA for part in parts):
         return _join(parts)
     return [_content_part(part) for part in parts]

@@ -178,6 +178,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def generation_input(
         self, previous: Sequence[Document], items: Sequence[Document], tools: "ToolSet"
     ) -> GenerationInput:
+        """Return the model's input, from the conversation's previous items and the request's."""
         source = "conversation" if self.conversation else "previous_response_id"
         conversation = to_messages(previous, items, source)
         if not conversation:
