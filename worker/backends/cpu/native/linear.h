@@ -11,29 +11,26 @@
 namespace {
 
 constexpr int64_t MAX_ROWS = 288;  // that a thread multiplies with a group of columns at a time
-constexpr int64_t MIN_ROWS = 2 * LANES;  // shares of rows are multiples: those of AMX tiles
+constexpr int64_t FEW_SLICE_ROWS = 4;  // rows that one thread multiplies: of at most 2 · LANES rows
+constexpr int64_t SLICE_ROWS = 2 * LANES;  // of more, and with AMX tiles
 constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
 constexpr int64_t FEW_ROWS_BYTES = 24576;  // in the level 1 cache: few rows wait for memory
 
-// How many rows a thread multiplies with a group of columns at a time, `most` or fewer. All shares have
-// about as many: with a full one and a small one, the thread of the small one would wait.
-inline int64_t rows_of_share(int64_t rows, int64_t groups, int64_t most) {
-  const int64_t wanted = rows * groups / (4 * at::get_num_threads());
-  const int64_t share = std::clamp(wanted, MIN_ROWS, most), shares = (rows + share - 1) / share;
-  return rounded_up((rows + shares - 1) / shares, MIN_ROWS);
-}
-
-// Calls layer.multiply(row, count, group, sums) for all shares, of at most `most` rows, and groups of
-// GROUP columns. `sums` [count, GROUP] belongs to the thread.
+// Calls layer.multiply(row, count, group, sums) for all rows, at most `most` at a time, and groups of GROUP
+// columns. `sums` [count, GROUP] belongs to the thread. Threads have about as many slices of rows each: two
+// may divide the rows of a group.
 template <int64_t GROUP, typename Layer>
 void multiply_shares(const Layer& layer, int64_t rows, int64_t columns, int64_t most) {
-  const int64_t groups = (columns + GROUP - 1) / GROUP;
-  const int64_t share = rows_of_share(rows, groups, most);
-  at::parallel_for(0, (rows + share - 1) / share * groups, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(std::min(rows, share) * GROUP);
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t row = n / groups * share;
-      layer.multiply(row, std::min(share, rows - row), n % groups, sums.data());
+  const int64_t slice = rows <= SLICE_ROWS && !has_tiles() ? FEW_SLICE_ROWS : SLICE_ROWS;
+  const int64_t groups = (columns + GROUP - 1) / GROUP, slices = (rows + slice - 1) / slice;
+  const int64_t shares = (slices * slice + most - 1) / most, per_share = (slices + shares - 1) / shares;
+  at::parallel_for(0, shares * groups * per_share, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(std::min(rows, per_share * slice) * GROUP);
+    for (int64_t n = begin, count; n < end; n += count) {
+      const int64_t part = n / per_share, first = n % per_share;
+      count = std::min(per_share - first, end - n);
+      const int64_t row = (part / groups * per_share + first) * slice;
+      if (row < rows) layer.multiply(row, std::min(count * slice, rows - row), part % groups, sums.data());
     }
   });
 }
