@@ -322,14 +322,14 @@ class Decoder(nn.Module):
 
     def __init__(self, count: int, scales: Sequence[int] = (), added_after: int = -1) -> None:
         super().__init__()
-        self.body = nn.Module()
+        self.body: Any = nn.Module()
         self.body.layers = nn.ModuleList(Dense(n) for n in range(count))
         self.scales, self.added_after = [*scales] or [0] * count, added_after
 
     def forward(self, x: Tensor) -> Tensor:
         scales = [torch.tensor(1.0), torch.tensor(2.0)]
-        layers = self.get_submodule("body.layers").children()
-        for number, (layer, scale) in enumerate(zip(layers, self.scales, strict=True)):
+        layers = self.body.layers[: len(self.scales)]
+        for number, (layer, scale) in enumerate(zip(layers, self.scales, strict=False)):
             x = layer(x, scale=scales[scale])
             x = x + 1 if number == self.added_after else x
         return x
@@ -376,6 +376,9 @@ def test_layers_of_a_type_run_in_groups_of_one_size(
         x = torch.randn(width, 8)
         torch.testing.assert_close(compiled(x), model(x))
     assert seen == sizes * 3
+    called = [*compiled.body.layers]
+    assert called == [*compiled.body.layers[:count]]
+    assert len(called) == len(sizes), "only the first layer of each group"
     assert counters["stats"]["unique_graphs"] - before == len({*sizes}), "for any number of rows"
 
 
@@ -391,6 +394,17 @@ def test_layers_with_other_inputs_do_not_run_in_groups(
     with pytest.raises(NoSharedGraph, match="do not have the same inputs"):
         with_compiled_layers(model, "body", 6, is_general=True)(x)
     torch.testing.assert_close(with_compiled_layers(model, "body")(x), model(x))
+
+
+@torch.inference_mode()
+def test_all_layers_are_called_where_groups_have_other_inputs(
+    no_step: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = Decoder(8, [0] * 4 + [1] * 4)
+    compiled = with_compiled_layers(model, "body", 4, is_general=True)
+    for x in torch.randn(2, 3, 8):
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 class Masked(nn.Module):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import accumulate, groupby, zip_longest
 from types import FunctionType
 from typing import Any
 
@@ -49,7 +49,11 @@ def _use_opaque_functions(graph: torch.fx.Graph) -> None:
 
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
-CPU_SETTINGS = {"cpp.dynamic_threads": True, "post_grad_custom_pre_pass": _use_opaque_functions}
+CPU_SETTINGS = {
+    "cpp.dynamic_threads": True,
+    "post_grad_custom_pre_pass": _use_opaque_functions,
+    "size_asserts": False,
+}
 # Guards on a layer that do not tell kinds of layers apart. These, and those on global functions,
 # never fail while the model serves, and checking them takes as long as a part of the layer.
 IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
@@ -204,9 +208,11 @@ def with_compiled_layers(
     torch._dynamo.config.recompile_limit = MAX_LAYER_GRAPHS  # beyond it, layers run eager
     run = _compile(forward, ("layers", "output", "args[", "kwargs["), is_general)
     compiled, *_, copied = copy_path(model, f"{path}.{name}")
+    copied.__class__, copied.groups, copied.called = _Layers, [], None
     index = 0
     for width in _group_sizes(part, len(layers), max_group):
         group = _LayerGroup(layers[index : index + width], run, is_general)
+        copied.groups.append(group)
         for call in (group.run, *[group.output_again] * (width - 1)):
             outer = shallow_copy(layers[index])
             outer.forward = call
@@ -263,6 +269,7 @@ class _LayerGroup:
     ) -> None:
         self._is_general = is_general
         self._found: dict[Hashable, Callable[..., Any]] = {}  # what runs for inputs of this form
+        self.inputs: tuple[Any, ...] = ()  # of the last step, besides the hidden states
         self.layers, numbers = [], []
         for index, layer in enumerate(layers):
             copied, number = _unnumbered(layer, SHARED_LAYER - index)
@@ -287,12 +294,44 @@ class _LayerGroup:
 
     def output_again(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer has computed in `run`."""
-        own_args, own_kwargs = self.inputs
-        pairs = [(hidden, _hidden(self.output)), *zip_longest(args, own_args)]
-        pairs += [(kwargs.get(n), own_kwargs.get(n)) for n in kwargs.keys() | own_kwargs.keys()]
-        if any(one is not other for one, other in pairs):
+        if hidden is not _hidden(self.output) or not _same(self.inputs, (args, kwargs)):
             raise NoSharedGraph("its layers do not have the same inputs")
         return self.output
+
+
+class _Layers(nn.ModuleList):
+    """The layers of a compiled copy. Where all groups have the same inputs in the first step, which
+    is one of a check, a body that goes through its layers gets the first of each group only:
+    calling the others would take a twentieth of a step of one row."""
+
+    groups: list[_LayerGroup]
+    called: list[nn.Module] | None  # None: the first step is not over
+
+    def _called(self) -> list[nn.Module]:
+        if self.called is None:
+            layers, inputs = [*super().__iter__()], [group.inputs for group in self.groups]
+            if not all(inputs):
+                return layers
+            has_same = all(_same(inputs[0], others) for others in inputs)
+            first = accumulate((len(group.layers) for group in self.groups[:-1]), initial=0)
+            self.called = [layers[index] for index in first] if has_same else layers
+        return self.called
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._called())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self._called()
+        return super().__getitem__(index)
+
+
+def _same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Return whether two layers have had the same objects as inputs."""
+    (args, kwargs), (other_args, other_kwargs) = inputs, others
+    pairs = [*zip_longest(args, other_args)]
+    pairs += [(kwargs.get(n), other_kwargs.get(n)) for n in kwargs.keys() | other_kwargs.keys()]
+    return all(one is other for one, other in pairs)
 
 
 def _unnumbered(layer: nn.Module, shared: int) -> tuple[nn.Module, int]:
