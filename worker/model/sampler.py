@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import e, log2
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -32,6 +33,7 @@ CANDIDATES, WIDEN_FACTOR = 64, 8
 AHEAD = 32  # steps whose random numbers are computed together
 VECTORIZED = 64  # fewer random numbers are faster one by one
 MIN_TEMPERATURE = 1e-6  # keeps the division by it within float32
+LOG2_E = log2(e)  # exp2 takes a third of exp's time on a CPU
 
 # ── parameters ──
 
@@ -108,7 +110,7 @@ class SamplingState:
         self.has_repetition_penalty = params.repetition_penalty != 1.0
         self.has_count_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         in_prompt = prompt if self.has_repetition_penalty else ()
-        self.prompt = np.unique(np.array(in_prompt, np.int64))
+        self.prompt = np.array(sorted({*in_prompt}), np.int64)
         self.has_processors = bool(params.processors or params.warpers)
         self.processes_logits = bool(
             self.has_repetition_penalty
@@ -429,10 +431,8 @@ def _argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
 
 def relative_weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
     """Return probabilities relative to the largest, at a temperature [R], None: 1."""
-    below = blocks - peak[:, None, None]
-    if temperature is not None:
-        below.div_(temperature[:, None, None].float())
-    return below.exp_()
+    scale = LOG2_E if temperature is None else (LOG2_E / temperature)[:, None, None].float()
+    return (blocks - peak[:, None, None]).mul_(scale).exp2_()
 
 
 def sum_weights(weights: Tensor) -> Tensor:
