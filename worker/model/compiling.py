@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, groupby, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from types import FunctionType
 from typing import Any
 
@@ -269,7 +269,8 @@ class _LayerGroup:
     ) -> None:
         self._is_general = is_general
         self._found: dict[Hashable, Callable[..., Any]] = {}  # what runs for inputs of this form
-        self.inputs: tuple[Any, ...] = ()  # of the last step, besides the hidden states
+        self.hidden: Tensor | None = None  # of the last step
+        self.following: list[_LayerGroup] = []  # that the call runs too
         self.layers, numbers = [], []
         for index, layer in enumerate(layers):
             copied, number = _unnumbered(layer, SHARED_LAYER - index)
@@ -280,17 +281,27 @@ class _LayerGroup:
         self.number, self.compiled = numbers[0], run
 
     def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        self.inputs = args, kwargs
-        inputs = self.layers, hidden, args, kwargs
         form: Hashable = None
         if self._is_general:
             with suppress(TypeError):
-                form = _form(inputs[1:])
+                form = _form((hidden, args, kwargs))
+        output = self._run(form, hidden, args, kwargs)
+        for group in self.following:
+            output = group._run(form, _hidden(output), args, kwargs)
+        return output
+
+    def _run(self, form: Hashable, hidden: Any, args: Any, kwargs: Any) -> Any:
+        self.hidden, self.inputs = hidden, (args, kwargs)
+        inputs = self.layers, hidden, args, kwargs
         run = self._found.get(form, self.compiled)
         self.output = call_as_layers(self.number, run, *inputs)
         if form and form not in self._found and len(self._found) < MAX_FORMS:
             self._found[form] = _without_guards(self.compiled, inputs)
         return self.output
+
+    def precedes(self, group: "_LayerGroup") -> bool:
+        """Return whether the last step's output went to a group with the same other inputs."""
+        return group.hidden is _hidden(self.output) and _same(self.inputs, group.inputs)
 
     def output_again(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer has computed in `run`."""
@@ -300,21 +311,21 @@ class _LayerGroup:
 
 
 class _Layers(nn.ModuleList):
-    """The layers of a compiled copy. Where all groups have the same inputs in the first step, which
-    is one of a check, a body that goes through its layers gets the first of each group only:
-    calling the others would take a twentieth of a step of one row."""
+    """The layers of a compiled copy. Where the body passes the same inputs to all groups in the
+    first step, which is one of a check, it gets the first layer only, which runs all groups:
+    calling each layer would take up to a tenth of a step of one row."""
 
     groups: list[_LayerGroup]
     called: list[nn.Module] | None  # None: the first step is not over
 
     def _called(self) -> list[nn.Module]:
         if self.called is None:
-            layers, inputs = [*super().__iter__()], [group.inputs for group in self.groups]
-            if not all(inputs):
+            layers, [first, *others] = [*super().__iter__()], self.groups
+            if self.groups[-1].hidden is None:
                 return layers
-            has_same = all(_same(inputs[0], others) for others in inputs)
-            first = accumulate((len(group.layers) for group in self.groups[:-1]), initial=0)
-            self.called = [layers[index] for index in first] if has_same else layers
+            runs_all = all(one.precedes(other) for one, other in pairwise(self.groups))
+            first.following = others if runs_all else []
+            self.called = layers[:1] if runs_all else layers
         return self.called
 
     def __iter__(self) -> Iterator[nn.Module]:
