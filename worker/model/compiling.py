@@ -269,8 +269,8 @@ class _LayerGroup:
     ) -> None:
         self._is_general = is_general
         self._found: dict[Hashable, Callable[..., Any]] = {}  # what runs for inputs of this form
-        self.hidden: Tensor | None = None  # of the last step
-        self.following: list[_LayerGroup] = []  # that the call runs too
+        self.hidden: Tensor | None = None  # of the last step, unless others follow
+        self.following: list[_LayerGroup] = []  # that a call runs too
         self.layers, numbers = [], []
         for index, layer in enumerate(layers):
             copied, number = _unnumbered(layer, SHARED_LAYER - index)
@@ -288,16 +288,16 @@ class _LayerGroup:
         output = self._run(form, hidden, args, kwargs)
         for group in self.following:
             output = group._run(form, _hidden(output), args, kwargs)
+        if not self.following:
+            self.hidden, self.inputs, self.output = hidden, (args, kwargs), output
         return output
 
-    def _run(self, form: Hashable, hidden: Any, args: Any, kwargs: Any) -> Any:
-        self.hidden, self.inputs = hidden, (args, kwargs)
-        inputs = self.layers, hidden, args, kwargs
+    def _run(self, form: Hashable, *inputs: Any) -> Any:
         run = self._found.get(form, self.compiled)
-        self.output = call_as_layers(self.number, run, *inputs)
+        output = call_as_layers(self.number, run, self.layers, *inputs)
         if form and form not in self._found and len(self._found) < MAX_FORMS:
-            self._found[form] = _without_guards(self.compiled, inputs)
-        return self.output
+            self._found[form] = _without_guards(self.compiled, (self.layers, *inputs))
+        return output
 
     def precedes(self, group: "_LayerGroup") -> bool:
         """Return whether the last step's output went to a group with the same other inputs."""
