@@ -329,7 +329,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scales = [torch.tensor(1.0), torch.tensor(2.0)]
         layers = self.body.layers[: len(self.scales)]
-        for number, (layer, scale) in enumerate(zip(layers, self.scales, strict=False)):
+        pairs = zip(layers, self.scales, strict=False)  # a compiled copy may have one layer to call
+        for number, (layer, scale) in enumerate(pairs):
             x = layer(x, scale=scales[scale])
             x = x + 1 if number == self.added_after else x
         return x

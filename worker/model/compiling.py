@@ -48,7 +48,7 @@ def _use_opaque_functions(graph: torch.fx.Graph) -> None:
 
 
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
-# run (worker/cores.py).
+# run (worker/cores.py). Without size_asserts, a step does not compare the sizes of each tensor.
 CPU_SETTINGS = {
     "cpp.dynamic_threads": True,
     "post_grad_custom_pre_pass": _use_opaque_functions,
@@ -312,8 +312,8 @@ class _LayerGroup:
 
 class _Layers(nn.ModuleList):
     """The layers of a compiled copy. Where the body passes the same inputs to all groups in the
-    first step, which is one of a check, it gets the first layer only, which runs all groups:
-    calling each layer would take up to a tenth of a step of one row."""
+    first step, which is one of a check, it gets the first layer only, which runs all groups.
+    Calling each layer took a twentieth of a step of one row of SmolLM2."""
 
     groups: list[_LayerGroup]
     called: list[nn.Module] | None  # None: the first step is not over

@@ -11,8 +11,8 @@
 namespace {
 
 constexpr int64_t MAX_ROWS = 288;  // that a thread multiplies with a group of columns at a time
-constexpr int64_t FEW_SLICE_ROWS = 4;  // rows that one thread multiplies: of at most 2 · LANES rows
-constexpr int64_t SLICE_ROWS = 2 * LANES;  // of more, and with AMX tiles
+constexpr int64_t SLICE_ROWS = 2 * LANES;  // between two threads, rows are divided at multiples: AMX tiles
+constexpr int64_t FEW_SLICE_ROWS = 4;  // the same for at most SLICE_ROWS rows, without tiles
 constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
 constexpr int64_t FEW_ROWS_BYTES = 24576;  // in the level 1 cache: few rows wait for memory
 
