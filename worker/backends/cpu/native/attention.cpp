@@ -23,6 +23,7 @@ struct Step {
 thread_local std::optional<Step> step;
 
 constexpr int64_t SHARED_LAYER = -1;  // as in paged.py
+constexpr int64_t MIN_WRITTEN = 2048;  // numbers of keys and values that a thread writes
 
 // Checks that a span's blocks are in its table and in the cache.
 void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {
@@ -67,27 +68,26 @@ Matrix<T> rows_of_cache(const Tensor& cache, bool panels) {
   return {static_cast<T*>(cache.data_ptr()), cache.stride(1), head, cache.size(3)};
 }
 
-// `write_panel`: write_key or write_value, if the cache holds panels.
+// Writes some rows of the step. `write_panel`: write_key or write_value, if the cache holds panels.
 template <typename T>
 void write(
-    const Tensor& x, const Tensor& cache, void (*write_panel)(const T*, int64_t, int64_t, T*)) {
+    const Tensor& x, const Tensor& cache, const std::vector<Span>& spans, int64_t first, int64_t last,
+    void (*write_panel)(const T*, int64_t, int64_t, T*)) {
   const Matrix<const T> from = rows_of<T>(x);
   const Matrix<T> to = rows_of_cache<T>(cache, write_panel);
-  const int64_t heads = x.size(1), token = heads * from.size;
-  for (const Span& span : step->spans)
-    at::parallel_for(0, span.width, 16384 / token + 1, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t position = span.start + n;
-        const int64_t block = span.table[position / BLOCK] * BLOCK, within = position % BLOCK;
-        for (int64_t head = 0; head < heads; ++head) {
-          const T* numbers = from.at(span.row + n, head);
-          if (write_panel)
-            write_panel(numbers, from.size, within, to.at(block, head));
-          else
-            std::copy_n(numbers, from.size, to.at(block + within, head));
-        }
+  const int64_t heads = x.size(1);
+  for (const Span& span : spans)
+    for (int64_t row = std::max(first, span.row); row < std::min(last, span.row + span.width); ++row) {
+      const int64_t position = span.start + row - span.row;
+      const int64_t block = span.table[position / BLOCK] * BLOCK, within = position % BLOCK;
+      for (int64_t head = 0; head < heads; ++head) {
+        const T* numbers = from.at(row, head);
+        if (write_panel)
+          write_panel(numbers, from.size, within, to.at(block, head));
+        else
+          std::copy_n(numbers, from.size, to.at(block + within, head));
       }
-    });
+    }
 }
 
 template <typename T>
@@ -151,8 +151,11 @@ Tensor paged_attention(
   dispatch(query, [&](auto kind) {
     using T = decltype(kind);
     const bool panels = cached.panels;
-    write<T>(k, cached.keys, panels ? write_key<T> : nullptr);
-    write<T>(v, cached.values, panels ? write_value<T> : nullptr);
+    const int64_t grain = MIN_WRITTEN / (k.size(1) * (k.size(3) + v.size(3))) + 1;
+    at::parallel_for(0, q.size(2), grain, [&, &spans = step->spans](int64_t begin, int64_t end) {
+      write<T>(k, cached.keys, spans, begin, end, panels ? write_key<T> : nullptr);
+      write<T>(v, cached.values, spans, begin, end, panels ? write_value<T> : nullptr);
+    });
     attend<T>(
         {rows_of<T>(q), rows_of_cache<const T>(cached.keys, panels),
          rows_of_cache<const T>(cached.values, panels), rows_of_output<T>(out),

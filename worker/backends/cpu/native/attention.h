@@ -55,11 +55,13 @@ std::vector<Part> split(const std::vector<Part>& whole) {
   return parts;
 }
 
-template <typename Run>
-void in_parallel(int64_t count, const Run& run) {
+template <typename T>
+void attend(const Attention<T>& attention, const std::vector<Part>& parts) {
+  const int64_t count = parts.size(), threads = std::min<int64_t>(count, at::get_num_threads());
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t n; (n = next++) < count;) run(n);
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t n; (n = next++) < count;)
+      Tile<T>(attention, parts[n], n + threads < count ? &parts[n + threads] : nullptr).attend();
   });
 }
 
@@ -68,10 +70,7 @@ void attend(const Attention<T>& attention) {
   const std::vector<Part> whole = parts_of(attention);
   const int64_t threads = at::get_num_threads(), count = whole.size();
   if (!count) return;
-  if (count * 2 > threads) {
-    in_parallel(count, [&](int64_t n) { Tile<T>(attention, whole[n]).attend(); });
-    return;
-  }
+  if (count * 2 > threads) return attend(attention, whole);
   std::vector<Part> parts = split(whole);
   const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
   int64_t size = 0;
@@ -82,7 +81,7 @@ void attend(const Attention<T>& attention) {
     part.sums = free;
     free += (part.end - part.begin) * attention.group * stride;
   }
-  in_parallel(parts.size(), [&](int64_t n) { Tile<T>(attention, parts[n]).attend(); });
+  attend(attention, parts);
   for (size_t n = 0, end; n < parts.size(); n = end) {
     const Part& part = parts[n];
     for (end = n + 1; end < parts.size(); ++end)

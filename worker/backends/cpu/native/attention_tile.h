@@ -119,8 +119,9 @@ void store_output(const Attention<T>& attention, const Part& part, int64_t row, 
 template <typename T>
 class Tile {
  public:
-  Tile(const Attention<T>& attention, const Part& part)
-      : attention(attention), part(part), rows((part.end - part.begin) * attention.group),
+  Tile(const Attention<T>& attention, const Part& part, const Part* following)
+      : attention(attention), part(part), following(following),
+        rows((part.end - part.begin) * attention.group),
         depth(rounded_up(attention.query.size, STEP<T>)),
         size(rounded_up(attention.values.size, LANES)) {
     thread_local std::vector<char> memory;
@@ -190,6 +191,7 @@ class Tile {
  private:
   const Attention<T>& attention;
   const Part& part;
+  const Part* following;  // that the thread probably takes next, or null
   const int64_t rows, depth, size;
   Operand<T>*queries, *key_panels, *value_panels, *weights;
   float *scores, *summed, *peaks, *totals, *sums;
@@ -217,12 +219,13 @@ class Tile {
       const int64_t valid = valid_in(key), key_size = attention.query.size;
       const T *keys = keys_of(key), *values = values_of(key);
       Operand<T>*key_panel = key_panels + n * depth, *value_panel = value_panels + n * LANES;
+      prefetch(attention.keys, key + PREFETCH_KEYS);
+      prefetch(attention.values, key + PREFETCH_KEYS);
       if (attention.panels) {
         copy_keys<T>(keys, key_size, key_panel);
         copy_values<T>(values, valid, attention.values.size, value_panel, count * LANES);
         continue;
       }
-      prefetch(slot_of(key + PREFETCH_KEYS));
       pack_keys<T>(keys, attention.keys.token, valid, key_size, key_panel);
       pack_values<T>(
           values, attention.values.token, valid, attention.values.size, value_panel, count * LANES);
@@ -235,23 +238,26 @@ class Tile {
         (sizeof(T) == 4 || !has_tiles()) && attention.values.size % LANES == 0;
   }
 
-  // Computes the scores of some keys, of two blocks at a time.
+  // Computes the scores of some keys, of two blocks at a time. Prefetches their values.
   void multiply_keys(int64_t key, int64_t end) {
     for (float* to = scores; key < end; key += 2 * BLOCK, to += 2 * BLOCK) {
       const T *one = keys_of(key), *other = keys_of(key + BLOCK);
       const int64_t key_size = attention.query.size, blocks = key + BLOCK < end ? 2 : 1;
-      for (int64_t n = 0; n < blocks; ++n)
-        prefetch(keys_of(key + n * BLOCK + PREFETCH_KEYS), BLOCK * key_size);
+      for (int64_t n = 0; n < blocks; ++n) {
+        prefetch(attention.keys, key + n * BLOCK + PREFETCH_KEYS);
+        prefetch(attention.values, key + n * BLOCK);
+      }
       Product<Operand<T>>{
           queries, depth, in_place(one), other - one, to, TILE_KEYS, key_size, false}
           .multiply(rows, blocks);
     }
   }
 
-  // Sums the weighted values of some keys, block by block.
+  // Sums the weighted values of some keys, block by block. Prefetches as many keys that come next.
   void multiply_values(int64_t key, int64_t end) {
     for (int64_t n = 0; key + n < end; n += BLOCK) {
       const int64_t valid = valid_in(key + n);
+      prefetch(attention.keys, end + n);
       const Operand<T>* panels = in_place(values_of(key + n));
       if (valid < BLOCK) {
         copy_values<T>(values_of(key + n), valid, size, value_panels, BLOCK * LANES);
@@ -270,20 +276,24 @@ class Tile {
   const T* values_of(int64_t key) const { return attention.values.at(slot_of(key), part.head); }
 
   // The slot of a block's first key, of the last block for keys beyond it.
-  int64_t slot_of(int64_t key) const {
-    key = std::min(key, (part.last - 1) / BLOCK * BLOCK);
+  int64_t slot_of(int64_t key) const { return slot_in(part, std::min(key, (part.last - 1) / BLOCK * BLOCK)); }
+  static int64_t slot_in(const Part& part, int64_t key) {
     return part.span->table ? part.span->table[key / BLOCK] * BLOCK : part.span->keys + key;
   }
 
-  // Blocks lie anywhere, so the CPU cannot predict the next one.
-  void prefetch(int64_t slot) const {
-    for (int64_t k = 0; k < BLOCK; ++k) {
-      prefetch(attention.keys.at(slot + k, part.head), attention.query.size);
-      prefetch(attention.values.at(slot + k, part.head), attention.values.size);
-    }
-  }
-  static void prefetch(const T* from, int64_t count) {
-    for (int64_t n = 0; n < count; n += 64 / sizeof(T)) __builtin_prefetch(from + n);
+  // Prefetches a block of keys or values into the level 2 cache; beyond the part, one of the part that
+  // follows. Blocks lie anywhere, so the CPU cannot predict the next one. Inlined, since GCC removes calls
+  // that only prefetch.
+  __attribute__((always_inline)) void prefetch(const Matrix<const T>& blocks, int64_t key) const {
+    const bool within = key < part.last;
+    if (!within && !following) return;
+    const Part& of = within ? part : *following;
+    if (!within) key = of.first + (key - part.last) / BLOCK * BLOCK;
+    if (key >= of.last) return;
+    const T* from = blocks.at(slot_in(of, key), of.head);
+    const int64_t stride = attention.panels ? blocks.size : blocks.token;
+    for (int64_t k = 0; k < BLOCK; ++k, from += stride)
+      for (int64_t n = 0; n < blocks.size; n += 64 / sizeof(T)) __builtin_prefetch(from + n, 0, 2);
   }
 
   // Turns the scores of `count` keys from `key` on into weights relative to the row's maximum.
