@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.backends.cpu.linear_layers import (
     INT8_ROWS,
-    LARGE_PAGE_BYTES,
-    MADV_COLLAPSE,
     Int4Grid,
     Int4Linear,
     Int8Linear,
@@ -25,8 +23,9 @@ from worker.backends.cpu.linear_layers import (
     _quantize_int4,
     packed_dtype,
     unquantized_linear,
-    use_large_pages,
 )
+from worker.device.large_pages import LARGE_PAGE_BYTES, MADV_COLLAPSE
+from worker.model.attention.kv_cache import KVCache, LayerShape
 
 
 def layer(bias: bool = True) -> nn.Linear:
@@ -233,17 +232,10 @@ def test_the_output_head_is_int8_unless_it_has_int4_codes(
 # ── packed weights lie in large pages where the system provides them ──
 
 
-def in_large_pages(address: int) -> int:
-    """Return the bytes in large pages of the mapping that contains this address."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *words = line.split()
-        if not name.endswith(":"):
-            first, last = (int(part, 16) for part in name.split("-"))
-            inside = first <= address < last
-        elif inside and name == "AnonHugePages:":
-            return int(words[0]) * 1024
-    return 0
+def large_page_bytes() -> int:
+    """Return the bytes of this process that lie in large pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
 
 
 def has_large_pages() -> bool:
@@ -260,18 +252,25 @@ def has_large_pages() -> bool:
         return True
 
 
-def test_a_packed_weight_lies_in_large_pages() -> None:
+def test_weights_smaller_than_a_page_lie_in_large_pages() -> None:
     if not has_large_pages():
         pytest.skip("the system provides no large pages")
-    weight = torch.randn(2048, 2048)
-    layer = PackedLinear(weight, None)
-    address = torch.ops.mkldnn.data_ptr(layer.packed)
-    assert in_large_pages(address + LARGE_PAGE_BYTES) >= weight.nbytes - 2 * LARGE_PAGE_BYTES
-    assert torch.equal(layer.unpacked()[0], weight)
+    layers: list[Any] = [nn.Linear(512, 512, bias=False) for _ in range(40)]  # 1 MB each
+    weights = [layer.weight.detach().clone() for layer in layers]
+    model = nn.Sequential(*layers)
+    before = large_page_bytes()
+    pack_weights(model, free_bytes=1 << 40)
+    assert large_page_bytes() - before >= 20 * weights[0].nbytes
+    packed: Any = model
+    assert all(torch.equal(x.unpacked()[0], y) for x, y in zip(packed, weights, strict=True))
 
 
-def test_a_weight_smaller_than_a_page_stays_unchanged() -> None:
-    layer = PackedLinear(torch.randn(64, 64), None)
-    packed = layer.packed
-    use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-    assert layer(torch.ones(1, 64)).isfinite().all()
+def test_a_kv_cache_takes_large_pages_when_it_is_written() -> None:
+    if not has_large_pages():
+        pytest.skip("the system provides no large pages")
+    shape = LayerShape(heads=4, key_size=64, value_size=64)
+    before = large_page_bytes()
+    cache = KVCache([shape], 1 << 15, torch.float32, torch.device("cpu"))  # 512 MB, by mmap
+    assert large_page_bytes() == before
+    written = cache.keys[0][:2048].zero_()
+    assert large_page_bytes() - before >= written.nbytes - 2 * LARGE_PAGE_BYTES

@@ -29,6 +29,7 @@ from worker.backends.cpu.linear_layers import (
     Bf16WeightLinear,
     Int4Linear,
     Int8Linear,
+    LinearLayer,
     NativeInt4Linear,
     NativeInt8Linear,
     PackedLinear,
@@ -37,6 +38,7 @@ from worker.backends.cpu.linear_layers import (
     plain_linear,
     unquantized_linear,
 )
+from worker.device.large_pages import use_large_pages
 from worker.device.self_check import compare
 
 log = logging.getLogger("onequeue.linear")
@@ -96,6 +98,7 @@ def pack_weights(
     try:
         fuse_linears(model, find_shared_inputs(model, check) if fuse else (), packed)
         _replace(model, nn.Linear, lambda plain: packed(plain.weight, plain.bias))
+        _use_large_pages(model)
         check()
     except Exception as error:  # a model that reads weights without calling their layer
         unpack_weights(model)
@@ -177,6 +180,7 @@ def quantize_weights(
             use_native_experts(experts)
     fuse_linears(model, groups, quantized)
     _replace(model, nn.Linear, lambda plain: quantized(plain.weight, plain.bias))
+    _use_large_pages(model)
     log.info(
         "%s weights_gb=%.3f copy_gb=%.3f native=%s%s",
         quantization,
@@ -342,6 +346,12 @@ def products_match(
     except Exception:  # no kernel for this CPU, another number of outputs, or another layout
         return False
     return True
+
+
+def _use_large_pages(model: nn.Module) -> None:
+    experts = (layer for packed in packed_experts(model) for layer in (*packed.up, *packed.down))
+    layers = (layer for layer in (*model.modules(), *experts) if isinstance(layer, LinearLayer))
+    use_large_pages((span for layer in layers for span in layer.memory()), collapse=True)
 
 
 def _linear_weights(model: nn.Module) -> tuple[int, torch.dtype]:

@@ -7,9 +7,6 @@ hold quantized weights for torch's kernels, NativeInt8Linear and NativeInt4Linea
 ones, which need AVX512-VNNI. linear.py replaces a model's layers by these.
 """
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,8 +29,6 @@ INT8_ZERO = 128  # the code of 0 in the native operation
 INT8_DEPTH = 32  # int8 weights are padded to a multiple of this depth, INPUT_DEPTH in C++
 INT4_DEPTH = 32  # inputs that share a scale and an offset, INPUT_DEPTH in C++
 INT4_BYTES = 0.5 + 4 / INT4_DEPTH  # of a weight, with its share of scale and offset
-LARGE_PAGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
 
 
 class Int4Grid(NamedTuple):
@@ -91,7 +86,7 @@ for name, weights in {
 # ── layers ──
 
 
-class _Linear(nn.Module):
+class LinearLayer(nn.Module):
     """A linear layer, x [..., in] → [..., out], with weights in a layout of its own. `dtype`: that
     of the original layer."""
 
@@ -106,8 +101,16 @@ class _Linear(nn.Module):
         bias = None if bias is None else bias.detach().to(bias_dtype or bias.dtype)
         self.register_buffer("bias", bias, persistent=False)
 
+    def memory(self) -> Iterator[tuple[int, int]]:
+        """Yield the addresses and bytes of the weights."""
+        for buffer in self.buffers(recurse=False):
+            if buffer.is_mkldnn:
+                yield torch.ops.mkldnn.data_ptr(buffer), torch.ops.mkldnn._nbytes(buffer)
+            else:
+                yield buffer.data_ptr(), buffer.nbytes
 
-class PackedLinear(_Linear):
+
+class PackedLinear(LinearLayer):
     """nn.Linear, x [..., in] → [..., out], with weights in oneDNN's layout.
 
     Where bfloat16 would be emulated, weights are float32 and so are sums; inputs and outputs stay
@@ -125,7 +128,6 @@ class PackedLinear(_Linear):
         self.weight = weight_stand_in(weight)
         weight = weight.detach().to(self.compute_dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
-        use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
         self.register_buffer("packed", packed, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +150,7 @@ class PackedLinear(_Linear):
         return self.packed.to_dense().to(self.dtype), bias
 
 
-class Bf16WeightLinear(_Linear):
+class Bf16WeightLinear(LinearLayer):
     """nn.Linear of bfloat16, x [..., in] → [..., out], for a CPU that does not multiply bfloat16.
 
     The native operation, which must be loaded (native_attention.py), widens weights to float32 in
@@ -165,7 +167,6 @@ class Bf16WeightLinear(_Linear):
         super().__init__(weight, bias, torch.float32)
         self.weight = weight_stand_in(weight)
         panels = _panels(weight.detach(), PANEL_COLUMNS, 2)
-        use_large_pages(panels.data_ptr(), panels.nbytes)
         self.register_buffer("panels", panels, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class Bf16WeightLinear(_Linear):
         return weight, None if self.bias is None else self.bias.to(self.dtype)
 
 
-class Int8Linear(_Linear):
+class Int8Linear(LinearLayer):
     """x [..., in] → [..., out] with int8 weights [out, in rounded up to INT8_DEPTH] and one
     bfloat16 scale per output.
 
@@ -221,7 +222,7 @@ class Int8Linear(_Linear):
         return biased
 
 
-class NativeInt8Linear(_Linear):
+class NativeInt8Linear(LinearLayer):
     """Int8Linear by the native operation, which must be loaded. It needs no copy, and a row of its
     result does not depend on the other rows. Without AMX, inputs are rounded to 8 bits.
 
@@ -242,7 +243,6 @@ class NativeInt8Linear(_Linear):
             panels.append(codes ^ INT8_ZERO)
             scales.append(scale.float())
         packed = torch.cat(panels)
-        use_large_pages(packed.data_ptr(), packed.nbytes)
         self.register_buffer("panels", packed, persistent=False)
         columns = -self.out_features % QUANTIZED_COLUMNS
         padded_scales = nn.functional.pad(torch.cat(scales), (0, columns))
@@ -255,7 +255,7 @@ class NativeInt8Linear(_Linear):
         return out
 
 
-class Int4Linear(_Linear):
+class Int4Linear(LinearLayer):
     """x [..., in] → [..., out] with int4 weights (`_quantize_int4`), by torch's kernel. Inputs are
     rounded to bfloat16.
 
@@ -287,7 +287,7 @@ class Int4Linear(_Linear):
         return out if self.bias is None else out + self.bias
 
 
-class NativeInt4Linear(_Linear):
+class NativeInt4Linear(LinearLayer):
     """Int4Linear by the native operation, which must be loaded. A row of its result does not depend
     on the other rows. Without AMX, inputs are rounded to 8 bits.
 
@@ -301,7 +301,6 @@ class NativeInt4Linear(_Linear):
         super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
         blocks = torch.cat([_int4_blocks(*part) for part in _int4_parts(weight)])
-        use_large_pages(blocks.data_ptr(), blocks.nbytes)
         self.register_buffer("blocks", blocks, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -458,19 +457,3 @@ def emulates_dtype(dtype: torch.dtype) -> bool:
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of PackedLinear's weights for a model of this dtype."""
     return torch.float32 if emulates_dtype(dtype) else dtype
-
-
-def use_large_pages(start: int, size: int) -> None:
-    """Ask Linux to back the whole 2 MB pages of [start, start + size) by large pages.
-
-    A step reads all weights; with 4 kB pages the address translation takes long, above all in a
-    virtual machine. A refusal is ignored.
-    """
-    if sys.platform != "linux":
-        return
-    first = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-    last = (start + size) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
-    if first < last:
-        madvise = ctypes.CDLL(None).madvise
-        for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
-            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from worker.backends.cpu.panels import Panels
 from worker.device.device import record_reservation
+from worker.device.large_pages import use_large_pages
 from worker.load_context import add_memory
 
 BLOCK = 16  # token positions in a block
@@ -116,4 +117,7 @@ class KVCache:
         self.states = [
             torch.empty(slots, *state.shape, dtype=state.dtype, device=device) for state in states
         ]
-        add_memory(record_reservation(self, (*self.keys, *own_values, *self.states)))
+        tensors = (*self.keys, *own_values, *self.states)
+        if device.type == "cpu":
+            use_large_pages(((x.data_ptr(), x.nbytes) for x in tensors), collapse=False)
+        add_memory(record_reservation(self, tensors))
