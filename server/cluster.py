@@ -103,7 +103,7 @@ class Replica:
     async def check_health(self) -> None:
         """Wait for the models at the start; raise if the worker is dead or stuck."""
         await asyncio.shield(self.worker_client.loaded)
-        if self.worker_client.stuck or self.worker_client.worker.state == "dead":
+        if self.worker_client.stuck or self.worker_client.failure:
             raise WorkerDown("the worker is down")
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -6,7 +6,8 @@ one ends when the load next reports progress (load_context.py).
     submit → load: read, check, pack ──▶ a forward pass: the worker's thread, between two steps
                                      ◀── its result
 
-It uses one core, and the worker as many as are left (cores.py).
+The models of the start are loaded with all cores, by a thread that ends: OpenMP then forgets its
+team (use_one_core). Later the loader uses one core, and the worker as many as are left (cores.py).
 """
 
 import logging
@@ -48,7 +49,7 @@ class Loader:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: Future[Any] | None = None
-        self.thread = self._new_thread()
+        self.thread = self._new_thread(lambda: None)
 
     def submit(self, function: Callable[[], Any]) -> "Future[Any]":
         job = Job(function)
@@ -67,15 +68,23 @@ class Loader:
             if self._running is not result or not may_stop():
                 return False
             log.warning("a job of the loader thread is abandoned")
-            self._running, self.thread = None, self._new_thread()
-            self.thread.start()
+            self._replace_thread()
             return True
 
-    def _new_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._run, name="loader", daemon=True)
+    def end_start(self) -> None:
+        """Have a thread with one core run the next jobs. A job itself."""
+        with self._lock:
+            self._replace_thread()
 
-    def _run(self) -> None:
-        use_one_core()
+    def _replace_thread(self) -> None:
+        self._running, self.thread = None, self._new_thread(use_one_core)
+        self.thread.start()
+
+    def _new_thread(self, limit_cores: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=self._run, args=(limit_cores,), name="loader", daemon=True)
+
+    def _run(self, limit_cores: Callable[[], None]) -> None:
+        limit_cores()
         while self._set_running(None) and (job := self._jobs.get()) is not None:
             self._set_running(job.result)
             job.run()

@@ -44,12 +44,10 @@ from worker.error_classification import failure_of
 from worker.load_context import LoadContext, loading
 from worker.loader import Job, Loader
 from worker.messages.adapters import Adapter
-from worker.messages.protocol import OtherModels, State, StepOutcome
+from worker.messages.protocol import OtherModels, StepOutcome
 from worker.registry import ServedModel
 
 log = logging.getLogger("onequeue.worker")
-
-STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 
 # After so long without a step, freed memory goes back to the system. glibc keeps it otherwise, in
 # one arena per thread: hundreds of megabytes after a few large images or recordings. With lower
@@ -74,8 +72,7 @@ class Listener(Protocol):
     def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_breaker(self, model: ServedModel, is_open: bool) -> None: ...
-    def on_loaded(self, model: ServedModel) -> None: ...
-    def on_state(self, state: State, error: Exception | None) -> None: ...
+    def on_dead(self, error: Exception) -> None: ...
 
 
 @dataclass(eq=False)
@@ -121,13 +118,9 @@ class Worker:
     ) -> None:
         self.models = {model.name: model for model in models}
         self.limit_bytes = limit_bytes
-        if not any(model.at_start for model in models):  # none is chosen: all
-            for model in models:
-                model.load_at_start()
         self.clock = clock
         self.cores = cores  # None: torch's own choice
         self._thread_tuner = ThreadTuner(cores)
-        self.dead = False
         self.busy_since = float("inf")
         self.busy: set[str] = set()  # names of models whose engines have items
         self._failing: set[str] = set()  # of models whose breaker is open
@@ -139,7 +132,6 @@ class Worker:
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
         self.started = False  # the models that are loaded at the start are ready
-        self._start_error: BaseException | None = None  # why one of them cannot be served
         self.inbox: queue.SimpleQueue[list[WorkItem] | Job | None] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()  # received
         self._accepts_jobs = threading.Lock()  # held while the thread ends
@@ -148,16 +140,6 @@ class Worker:
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     # ── called from other threads ──
-
-    @property
-    def state(self) -> State:
-        """The state of the model that is furthest behind, until those of the start are ready."""
-        if self.dead:
-            return "dead"
-        if self.started:
-            return "ready"
-        states = [model.state for model in self.models.values() if model.at_start]
-        return next(state for state in STATES if state in states)
 
     @property
     def busy_s(self) -> float:
@@ -175,7 +157,12 @@ class Worker:
         """Start the threads. `post(function, *args)` runs a listener's method on the event loop."""
         self._listener, self._post = listener, post
         self.thread.start()
-        threading.Thread(target=self._load_at_start, name="loader", daemon=True).start()
+        self.loader.thread.start()
+
+    def end_start(self) -> None:
+        """Record that the models of the start are ready."""
+        self.started = True
+        self.loader.submit(self.loader.end_start)
 
     def add(self, model: ServedModel) -> None:
         """Register a model that is loaded later."""
@@ -223,25 +210,6 @@ class Worker:
             self.inbox.put(job)
         result: T = job.result.result()
         return result
-
-    def _load_at_start(self) -> None:
-        """Load with all cores, on a thread that ends: OpenMP then forgets its team (use_one_core).
-        After that the loader's own thread starts. A model takes items while others are loaded."""
-        try:
-            for model in self.models.values():
-                if model.at_start:
-                    model.load(self.call, self.remaining_bytes)
-                    self._post(self._listener.on_loaded, model)
-                    self.call(partial(self._warm_up, model))
-        except WorkerDown:
-            return  # stopped
-        except BaseException as error:
-            self._start_error = error
-            self.inbox.put([])
-            return
-        self.started = True
-        self._post(self._listener.on_state, "ready", None)
-        self.loader.thread.start()
 
     def _load(self, model: ServedModel, limit: int | None) -> None:
         model.load(self.call, limit)
@@ -317,8 +285,6 @@ class Worker:
                 cast(Any, model.engine).scheduler.pool.drop_cached()
 
     def _run_job(self) -> None:
-        if self._start_error:
-            raise self._start_error
         if not self._jobs:
             return
         job = self._jobs.popleft()
@@ -516,13 +482,9 @@ class Worker:
                 self._post(self._listener.on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
-        loaded = self.started
         self.busy_since = float("inf")
-        self.dead = True
         if not isinstance(reason := error, OnequeueError):
-            died = "the worker has died" if loaded else "the models could not be loaded"
-            reason = WorkerDown(died)
+            reason = WorkerDown("the worker has died")
             reason.__cause__ = error
-        if loaded:  # a failed start is logged by server/lifespan.py
-            log.critical("worker down: %s", error, exc_info=reason.__cause__)
-        self._post(self._listener.on_state, "dead", reason)
+        log.critical("worker down: %s", error, exc_info=reason.__cause__)
+        self._post(self._listener.on_dead, reason)

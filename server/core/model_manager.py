@@ -5,8 +5,9 @@
                   └─ an operator unloads it ──▶ unloaded
 
 Items of a model that is not loaded are accepted, and join its queue when it is ready. Models are
-loaded one after another. Everything runs on the event loop; the work is done by the worker's loader
-thread (worker/loader.py).
+loaded one after another, those of the start first: if one of them fails, so does the start.
+Everything runs on the event loop; the work is done by the worker's loader thread
+(worker/loader.py).
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
+from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull, WorkerDown
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
 from server.core.metrics import Metrics
@@ -106,11 +107,13 @@ class ModelManager:
         self.worker.add(model)
         self.models[model.name] = Residency(model)
 
-    def start(self) -> None:
-        """Begin to count the idle time of the models that were loaded at the start."""
+    def start(self, on_loaded: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
+        """Load the models of the start. `on_loaded`: after each load; `on_failed`: one of these has
+        failed."""
+        self._on_loaded, self._on_start_failed = on_loaded, on_failed
         for entry in self.models.values():
-            if entry.model.state == "ready":
-                self._on_unused(entry.model.name)
+            if entry.model.at_start:
+                self.request_load(entry)
 
     def stop(self) -> None:
         if self._task:
@@ -176,6 +179,8 @@ class ModelManager:
                 self._on_cancelled(entry)
             elif error := load.exception():
                 entry.queued = False
+                if entry.model.at_start and not self.worker.started:
+                    return self._fail_start(entry, error)
                 self._on_failed(entry, error)
 
     async def result(
@@ -192,7 +197,8 @@ class ModelManager:
         left_s = timeout_s
         try:
             while True:
-                await asyncio.wait({job}, timeout=left_s if left_s < math.inf else None)
+                wait_s = min(left_s, timeout_s)  # infinite while files are downloaded
+                await asyncio.wait({job}, timeout=wait_s if wait_s < math.inf else None)
                 if job.done():
                     return job.result()
                 left_s = max(started_at, progress_at()) + timeout_s - time.monotonic()
@@ -219,8 +225,8 @@ class ModelManager:
         loop = asyncio.get_running_loop()
         model.on_progress = partial(loop.call_soon_threadsafe, entry.notify)
         model.state = "loading"
-        needed, free = await self._measure(model)
-        await self._make_room(entry, needed, free)
+        if self.worker.started:
+            await self._make_room(entry, *await self._measure(model))
         while True:
             try:
                 future = self.worker.load(model, self.worker.remaining_bytes)
@@ -243,6 +249,9 @@ class ModelManager:
         entry.failures, entry.failure = 0, ""
         assert model.info, "the load has set it"
         self.metrics.on_loaded(model.name, model.info)
+        if not (self.worker.started or any(other.model.at_start for other in self._loads)):
+            self.worker.end_start()
+        self._on_loaded()
         for item in self._waiting(model):
             if item.payload is AWAIT_MODEL:
                 item.resolve(None)
@@ -250,6 +259,14 @@ class ModelManager:
         entry.notify()
         if not self.queue.uses[model.name]:
             self._on_unused(model.name)
+
+    def _fail_start(self, entry: Residency, error: BaseException) -> None:
+        if isinstance(error, LoadStopped):
+            error = LoadStopped(f"the model {entry.model.title!r} could not be loaded: {error}")
+        if not isinstance(failure := error, OnequeueError):
+            failure = WorkerDown("the models could not be loaded")
+            failure.__cause__ = error
+        self._on_start_failed(failure)
 
     def _on_failed(self, entry: Residency, error: BaseException) -> None:
         """Fail the items that await a model, and those alone."""
@@ -318,11 +335,12 @@ class ModelManager:
         return await self.result(future, lambda: 0.0, lambda: True, self.load_timeout_s)
 
     def _next_to_leave(self, entry: Residency) -> Residency | None:
-        """Return the model that is unloaded first to make room for one."""
+        """Return the model that is unloaded first to make room for one; none at the start."""
         loaded = [
             other
             for other in self.models.values()
             if other is not entry and other.model.state == "ready" and not other.model.pin
+            if self.worker.started
         ]
         return min(loaded, key=self._eviction_order, default=None)
 

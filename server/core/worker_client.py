@@ -34,10 +34,9 @@ from server.core.model_manager import ModelManager
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.settings import Settings
 from worker.cores import use_one_core
-from worker.load_context import LoadStopped
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import Chat, GenerationInput
-from worker.messages.protocol import Pending, PipelineInput, State, StepOutcome
+from worker.messages.protocol import Pending, PipelineInput, StepOutcome
 from worker.messages.scoring import EmbeddingInput, ScoringInput
 from worker.registry import ServedModel
 from worker.tasks import TASKS
@@ -124,7 +123,7 @@ class WorkerClient:
         self.queue = queue
         self.metrics = metrics
         self.stuck_after_s = settings.stuck_after_s
-        self.failure: Exception | None = None  # the cause of the worker's death
+        self.failure: Exception | None = None  # of the worker, or of a model of the start
         self.started = False
         self.terminating = False  # a signal to stop has arrived
         self.draining = False  # new requests are refused
@@ -143,21 +142,7 @@ class WorkerClient:
         self._check_stuck()
         self._drain_task = self.loop.create_task(self._drain_queue())
         self.worker.start(self, self._post)
-        self._start_limit = self.loop.create_task(self._limit_start(self.manager.load_timeout_s))
-
-    async def _limit_start(self, timeout_s: float) -> None:
-        """Fail the start if a load makes no progress for `timeout_s`."""
-        left_s = timeout_s
-        while not self.loaded.done():
-            await asyncio.wait({self.loaded}, timeout=left_s)
-            left_s = timeout_s
-            for model in self.models.values():
-                if progress_at := model.progress_at:  # it is loading
-                    left_s = min(timeout_s, progress_at + timeout_s - time.monotonic())
-                if left_s <= 0 and not self.loaded.done() and model.stop_load():
-                    reason = f"it made no progress for {timeout_s:g} s (LOAD_TIMEOUT_S)"
-                    error = f"the model {model.title!r} could not be loaded: {reason}"
-                    self.loaded.set_exception(LoadStopped(error))
+        self.manager.start(self._on_loaded, self.on_dead)
 
     def stop(self) -> None:
         self.start_draining()
@@ -167,7 +152,6 @@ class WorkerClient:
         for model in self.models.values():
             model.close()
         self._watchdog.cancel()
-        self._start_limit.cancel()
         self.prepare.stop()
         self.decode.stop()
         self.finish.stop()
@@ -218,14 +202,14 @@ class WorkerClient:
         """Return the reason for refusing all requests now, or those of one model."""
         if self.draining:
             return errors.Draining("the server is stopping", 5)
-        if (state := self.worker.state) == "dead":
+        if self.failure:
             return errors.WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
         if not self.worker.started:
             models = [self.models[name]] if name else self.models.values()
             if all(model.state != "ready" for model in models):
-                return errors.NotReady(f"the model is {state}", 5)
+                return errors.NotReady("the model is loading", 5)
         if name and (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
             return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
@@ -344,23 +328,18 @@ class WorkerClient:
         level = logging.ERROR if is_open else logging.INFO
         log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
-    def on_loaded(self, model: ServedModel) -> None:
-        assert model.info, "the load has set it"
-        self.metrics.on_loaded(model.name, model.info)
+    def on_dead(self, error: Exception) -> None:
+        self.failure = error
+        self._abandon("the worker has died")
+        if not self.loaded.done():
+            self.loaded.set_exception(error)
+
+    def _on_loaded(self) -> None:
         for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
             if not thread.ident:  # after torch was imported: each limits itself to one core
                 thread.start()
-
-    def on_state(self, state: State, error: Exception | None) -> None:
-        if state == "ready":
-            self.manager.start()
-            if not self.loaded.done():
-                self.loaded.set_result(None)
-        elif state == "dead":
-            self.failure = error
-            self._abandon("the worker has died")
-            if error and not self.loaded.done():
-                self.loaded.set_exception(error)
+        if self.worker.started and not self.loaded.done():
+            self.loaded.set_result(None)
 
     # ── a stuck worker ──
 

@@ -51,7 +51,7 @@ async def version(request: Request) -> Version:
 @Operation("GET /health", "Liveness", Health, errors=[503])
 async def health(request: Request) -> Health:
     worker_client: WorkerClient = request.app.worker_client
-    if worker_client.worker.state == "dead":
+    if worker_client.failure:
         raise unavailable("the worker is dead", "worker_down")
     if worker_client.stuck:
         message = f"a forward pass has been running for over {worker_client.stuck_after_s:g} s"

@@ -382,9 +382,6 @@ def test_unloading_waits_for_what_runs_and_a_request_loads_again() -> None:
         assert post(setup.server, "/models/unload", {"model": "a"}).json() == {"success": True}
         again = post(setup.server, "/models/unload", {"model": "a"})
         assert error_of(again)["message"] == "model: 'a' is already being unloaded"
-        # the manager starts when the worker is ready: requests may be running then
-        client = setup.server.worker_client
-        client.loop.call_soon_threadsafe(client.manager.start)
         later = setup.ask("a", "say later")
         wait_until(lambda: setup.awaiting() == 1)
         assert status(setup, "a")["value"] == "loading"

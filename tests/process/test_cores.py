@@ -156,6 +156,7 @@ PINNED = """
 
     app = create_app(Settings(chat_model="none", pin_worker="on"), load)
     app.worker_client.worker.start(app.worker_client, lambda *_: None)
+    app.worker_client.worker.load(app.worker_client.models["pipeline"])
     worker, team, helper = (found.get(timeout=60) for _ in range(3))
     assert worker == team == {whole[:1]}, (worker, team)
     assert helper == masks([os.getpid()]) == {whole}, helper

@@ -1,11 +1,15 @@
 """Models on one worker have separate rates, breakers and failures."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain, repeat
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ from server.core.metrics import Metrics
 from server.core.settings import Settings
 from server.core.worker_client import WorkerClient
 from tests.fakes import FakeRunner, batched_model
-from worker.load_context import LoadStopped
+from worker.load_context import LoadStopped, add_memory, remaining_bytes
 from worker.messages.protocol import PipelineInput
 from worker.registry import Breaker
 from worker.worker import Worker
@@ -35,6 +39,8 @@ class Setup:
             batched_model(name, partial(self.runners.__getitem__, name), DynamicBatcher(1, 1000, 0))
             for name in self.runners
         ]
+        for model in models:
+            model.load_at_start()
         settings = Settings(stuck_after_s=60)
         metrics = Metrics(lambda: 0)
         self.client = WorkerClient(Worker(models), self.queue, metrics, settings, 2)
@@ -74,6 +80,36 @@ async def test_a_load_at_the_start_without_progress_fails_the_start(
         await client.loaded
     gate.set()
     client.stop()
+
+
+@pytest.mark.anyio
+async def test_a_load_that_is_stuck_after_a_download_is_abandoned() -> None:
+    progress = chain([math.inf], repeat(0.0))
+    result = Setup().client.manager.result
+    async with asyncio.timeout(60):
+        with pytest.raises(LoadStopped, match="LOAD_TIMEOUT_S"):
+            await result(Future[None](), lambda: next(progress), lambda: True, 0.05)
+
+
+@pytest.mark.anyio
+async def test_models_of_the_start_share_the_limit_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, rooms = Setup().client, list[int]()
+
+    def load(engine: Any) -> Any:
+        rooms.append(remaining_bytes())
+        memory: Any = SimpleNamespace(nbytes=300, release=lambda: None)
+        add_memory(memory)
+        return engine()
+
+    client.worker.limit_bytes = 1000
+    for model in client.models.values():
+        monkeypatch.setattr(model, "_load", partial(load, model._load))
+    client.start()
+    await client.loaded
+    client.stop()
+    assert rooms == [1000, 700]
 
 
 @pytest.mark.anyio

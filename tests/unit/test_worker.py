@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,8 @@ from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
 from worker.error_classification import failure_of
-from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
-from worker.messages.protocol import CUT, BatchReport, PipelineInput, State, StepOutcome
+from worker.messages.protocol import CUT, BatchReport, PipelineInput, StepOutcome
 from worker.registry import Breaker, ServedModel
 from worker.worker import OtherServedModels, Worker
 
@@ -40,17 +38,11 @@ class Recorder:
         self.reports: list[BatchReport] = []
         self.steps: list[StepOutcome] = []
         self.rejected: list[str] = []
-        self.states: list[State] = []
-        self.errors: list[Exception | None] = []
+        self.errors: list[Exception] = []
         self.breaker: list[tuple[str, bool]] = []
-        self.loaded: list[str] = []
 
-    def on_loaded(self, model: ServedModel) -> None:
-        self.loaded.append(model.name)
-
-    def on_state(self, state: State, error: Exception | None) -> None:
+    def on_dead(self, error: Exception) -> None:
         self.errors.append(error)
-        self.states.append(state)
 
     def on_breaker(self, model: ServedModel, is_open: bool) -> None:
         self.breaker.append((model.name, is_open))
@@ -133,6 +125,13 @@ class Bench:
 Start = Callable[..., Bench]
 
 
+def start_worker(worker: Worker, recorder: Recorder) -> None:
+    worker.start(recorder, lambda function, *args: function(*args))
+    for model in worker.models.values():
+        worker.load(model).result(60)
+    worker.end_start()
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
     benches: list[Bench] = []
@@ -140,8 +139,7 @@ def start() -> Iterator[Start]:
     def make(runner: FakeRunner | None = None, **settings: Any) -> Bench:
         bench = Bench(runner or FakeRunner(), **settings)
         benches.append(bench)
-        bench.worker.start(bench.recorder, lambda function, *args: function(*args))
-        wait_until(lambda: bench.recorder.states[-1:] in (["ready"], ["dead"]))
+        start_worker(bench.worker, bench.recorder)
         return bench
 
     yield make
@@ -231,24 +229,6 @@ def test_steps_with_failures_only_probe_the_model(start: Start) -> None:
     bench.wait_for(1)
     assert bench.recorder.outcomes["a"] == ["A"]
     assert bench.runner.warm_ups == 1
-
-
-def test_models_of_the_start_share_the_limit_of_memory() -> None:
-    rooms: list[int] = []
-
-    def load() -> FakeRunner:
-        rooms.append(remaining_bytes())
-        memory: Any = SimpleNamespace(nbytes=300)
-        add_memory(memory)
-        return FakeRunner()
-
-    recorder = Recorder()
-    worker = Worker([batched_model(name, load) for name in "ab"], limit_bytes=1000)
-    worker.start(recorder, lambda function, *args: function(*args))
-    worker.loader.submit(lambda: None).result(60)  # it begins when the models are ready
-    worker.stop()
-    worker.thread.join(60)
-    assert rooms == [1000, 700]
 
 
 def test_an_item_cancelled_during_bisection_is_not_run_again(start: Start) -> None:
@@ -355,8 +335,7 @@ def test_an_interrupted_step_is_not_entered_again() -> None:
         for name in "ab"
     ]
     worker, recorder = Worker(models), Recorder()
-    worker.start(recorder, lambda function, *args: function(*args))
-    wait_until(lambda: recorder.states == ["ready"])
+    start_worker(worker, recorder)
     items: list[WorkItem] = []
     for text in ("a1", "a2", "b"):
         items.append(WorkItem(PipelineInput(text), 1e12, time.monotonic()))
@@ -436,7 +415,7 @@ def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(star
     bench.hold("a")
     bench.generate("x")
     bench.runner.gate.set()
-    wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
+    wait_until(lambda: bool(bench.recorder.errors))
     assert bench.runner.batches == [["a"]]
 
 

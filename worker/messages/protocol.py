@@ -19,7 +19,6 @@ from worker.media.decode_limiter import RequestLimiter
 from worker.messages.adapters import Adapter
 from worker.messages.generation import Chat, MediaKind, SamplingDefaults
 
-State = Literal["loading", "warming", "ready", "dead"]  # of the worker
 # of a model; "warming" to the end of "unloading" it has an engine
 ModelState = Literal["unloaded", "loading", "warming", "ready", "unloading", "failed"]
 IsWanted = Callable[[], bool]
