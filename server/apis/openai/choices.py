@@ -69,9 +69,6 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
     def chunk(self, choices: list[K], usage: Usage | UnsetType | None) -> CompletionChunk:
         return CompletionChunk(**self.head, object=self.chunk_object, choices=choices, usage=usage)
 
-    def entries(self, delta: Delta) -> int:
-        return len(delta.logprobs) + len(delta.prompt_logprobs)
-
     def add(self, delta: Delta) -> Iterator[bytes]:
         """Yield the chunks of a delta; none as long as there is no text."""
         if (held := self._held.pop(delta.choice, None)) is not None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from anyio.to_thread import run_sync
 from msgspec import Struct
@@ -49,9 +49,9 @@ class ResponseBuilder(ABC, Generic[D]):
     keep_alive = COMMENT  # sent where the connection is idle
     headers: Sequence[Header] = ()  # of the response, beside those of every response
 
-    @abstractmethod
-    def entries(self, delta: D) -> int:
-        """Return about how many tokens or segments are encoded for a delta."""
+    def entries(self, delta: Any) -> int:
+        """Return about how many tokens are encoded for a delta, beside its text."""
+        return len(delta.logprobs) + len(getattr(delta, "prompt_logprobs", ()))
 
     def start(self, deltas: Sequence[D]) -> Iterator[bytes]:
         """Yield the events before those of the first deltas."""

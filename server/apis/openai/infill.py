@@ -92,9 +92,6 @@ class InfillBuilder(ResponseBuilder[Delta]):
         self.streams, self._model = bool(request.body.stream), request.body.model
         self._usage = usage
 
-    def entries(self, delta: Delta) -> int:
-        return len(delta.parts)
-
     def add(self, delta: Delta) -> Iterator[bytes]:
         if delta.finish_reason is not None:
             yield data_frame(self._last(delta))

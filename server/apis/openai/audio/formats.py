@@ -13,6 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 from server.apis.openai.audio.request import AudioFormat, TranscriptionRequest
 from server.apis.openai.logprobs import scored_token
 from server.apis.openai.response_schemas import ScoredToken
+from server.core.delta_stream import UsageCounts
 from server.http.json import to_json
 from worker.messages.deltas import TokenLogprob
 from worker.messages.transcription import Segment, TranscriptDelta, Word
@@ -75,13 +76,15 @@ class TranscriptTextDone(Transcription, tag_field="type", tag="transcript.text.d
 
 @dataclass(slots=True)
 class Transcript:
-    """A transcript so far. `seconds` is the length of the whole recording."""
+    """A transcript so far. `seconds` is the length of the whole recording. `counts` are the tokens
+    of a chat model."""
 
     text: str = ""
     segments: list[Segment] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     language: str = ""
     seconds: float = 0.0
+    counts: UsageCounts | None = None
 
     def add(self, delta: TranscriptDelta) -> str:
         """Add a delta; return its text, without the space before the first word."""
@@ -98,10 +101,17 @@ class Transcript:
     def duration(self) -> Duration:
         return Duration(round(self.seconds, 3))
 
+    @property
+    def usage(self) -> Duration | TranscribedTokens:
+        if (counts := self.counts) is None:
+            return self.duration
+        total = counts.prompt + counts.completion
+        return TranscribedTokens(counts.prompt, counts.completion, total)
+
 
 def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     logprobs = token_scores(transcript, request)
-    return to_json(Transcription(transcript.text, transcript.duration, logprobs))
+    return to_json(Transcription(transcript.text.rstrip(), transcript.usage, logprobs))
 
 
 def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
@@ -137,7 +147,7 @@ def _word(word: Word) -> TranscribedWord:
 
 
 def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:
-    return f"{transcript.text}\n".encode()
+    return f"{transcript.text.rstrip()}\n".encode()
 
 
 def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:

@@ -211,9 +211,6 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         items = [] if self.response.status == "failed" else self.input_items
         return Stored(msgspec.json.decode(to_json(self.response)), items)
 
-    def entries(self, delta: Delta) -> int:
-        return len(delta.logprobs) + len(delta.prompt_logprobs)
-
     def queue(self) -> Iterator[bytes]:
         """Yield the events of a response that waits in the background."""
         yield self._frame(self._event("created"))
