@@ -2,19 +2,21 @@
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
-from server.apis.anthropic.endpoint import COUNT_TOKENS, MessagesEndpoint, TokenCount
-from server.apis.anthropic.request import CountTokensRequest
+from server.apis.anthropic.builder import MessageBuilder
+from server.apis.anthropic.endpoint import COUNT_TOKENS, MESSAGES, TokenCount
+from server.apis.anthropic.request import CountTokensRequest, MessagesRequest
 from server.apis.openai.adapters import AdapterControl
 from server.apis.openai.audio.endpoint import OPERATIONS, TranscriptionEndpoint
 from server.apis.openai.audio.speech import SpeechEndpoint
 from server.apis.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
 from server.apis.openai.batches.runner import BatchRunner
 from server.apis.openai.batches.store import BatchStore, open_folder, uploads_of
-from server.apis.openai.chat import ChatCompletions
-from server.apis.openai.completions import Completions
+from server.apis.openai.chat import CHAT, ChatBuilder, ChatEndpoint, ChatRequest
+from server.apis.openai.completions import COMPLETIONS, CompletionBuilder, CompletionRequest
 from server.apis.openai.database import Database, DatabaseDown, NewerSchema, SqliteDatabase
 from server.apis.openai.decisions.endpoint import DecisionEndpoint
 from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
@@ -24,12 +26,15 @@ from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
 from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest
-from server.apis.openai.infill import Infill
+from server.apis.openai.endpoint import GenerationEndpoint
+from server.apis.openai.infill import INFILL, InfillBuilder, InfillRequest
 from server.apis.openai.jobs import JobRunner
 from server.apis.openai.media import MediaLoader
 from server.apis.openai.models import ANY_MODEL, ModelGroup, ModelListing, NamedModel, add_aliases
 from server.apis.openai.responses.conversations import Conversations
 from server.apis.openai.responses.endpoint import Responses
+from server.apis.openai.responses.events import ResponsesBuilder
+from server.apis.openai.responses.request import ResponseRequest
 from server.apis.openai.responses.store import ResponseStore
 from server.apis.openai.tokenize import PromptEndpoint, prompt_routes, tokenizer_routes
 from server.apis.pipeline.decisions import DecisionPipelineEndpoint
@@ -83,15 +88,18 @@ def make_routes(
         store = open_store(settings, database)
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
-        counting = MessagesEndpoint(*shared, CountTokensRequest)
+        completions = ChatEndpoint(*shared, ChatRequest, ChatBuilder)
+        endpoint: Any = partial(GenerationEndpoint, *shared)
+        counting = PromptEndpoint(endpoint(CountTokensRequest, MessageBuilder), TokenCount)
         routes += [
-            *routes_of(completions := ChatCompletions(*shared), Completions(*shared)),
-            *routes_of(Infill(*shared)),
+            OperationRoute(CHAT, completions),
+            OperationRoute(COMPLETIONS, endpoint(CompletionRequest, CompletionBuilder)),
+            OperationRoute(INFILL, endpoint(InfillRequest, InfillBuilder)),
             *prompt_routes(completions),
-            *Responses(*shared, store, jobs).routes(),
+            *Responses(*shared, ResponseRequest, ResponsesBuilder, store, jobs).routes(),
             *Conversations(store, chat).routes(),
-            *routes_of(MessagesEndpoint(*shared)),
-            OperationRoute(COUNT_TOKENS, PromptEndpoint(counting, TokenCount)),
+            OperationRoute(MESSAGES, endpoint(MessagesRequest, MessageBuilder)),
+            OperationRoute(COUNT_TOKENS, counting),
             OperationRoute(DECISIONS, decisions),
             OperationRoute(SYSTEM_ONE, system_one),
             *adapters.routes(),

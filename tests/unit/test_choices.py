@@ -43,15 +43,16 @@ Builder = ChoicesBuilder[Any, Any]
 def chat(**fields: Any) -> Builder:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
     request = decode(body, ChatRequest, lambda _: "demo", {})
-    parsed = ParsedRequest(request, [request.generation_input()])
-    return ChatBuilder(parsed, UsageCounts(), FakeGenerator().call_id)
+    model: Any = FakeGenerator()
+    return ChatBuilder(ParsedRequest(request, request.generation_inputs(1)), UsageCounts(), model)
 
 
 def test_generation_config_provides_absent_fields() -> None:
     """As `transformers chat` sends it."""
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
     fields = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
-    generation_input = decode(body | fields, ChatRequest, lambda _: "demo", {}).generation_input()
+    request = decode(body | fields, ChatRequest, lambda _: "demo", {})
+    [generation_input] = request.generation_inputs(1)
     sampling, stopping = generation_input.sampling, generation_input.stopping
     assert (sampling.temperature, sampling.top_p) == (None, 1)
     assert dict(generation_input.config) == {"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}
@@ -66,7 +67,8 @@ def completion(**fields: Any) -> Builder:
     body = {"prompt": "x", "stream": True, **fields}
     request = decode(body, CompletionRequest, lambda _: "demo", {})
     parsed = ParsedRequest(request, request.generation_inputs(10))
-    return CompletionBuilder(parsed, UsageCounts())
+    model: Any = FakeGenerator()
+    return CompletionBuilder(parsed, UsageCounts(), model)
 
 
 def choices(builder: Builder) -> list[dict[str, Any]]:

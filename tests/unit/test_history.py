@@ -7,7 +7,7 @@ import re
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import to_builtins
@@ -52,7 +52,7 @@ def template_of(source: str) -> ChatTemplate:
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
     request = decode(body, ChatRequest, lambda _: "demo", {})
-    prompt = request.generation_input().prompt
+    prompt = request.generation_inputs(1)[0].prompt
     assert isinstance(prompt, Chat)
     return request, prompt
 
@@ -60,8 +60,8 @@ def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
 def answered(chat_template: ChatTemplate, messages: list[Any], *parts: DeltaPart) -> dict[str, Any]:
     """Return the assistant message of a response."""
     request, _ = chat(messages)
-    parsed = ParsedRequest(request, [request.generation_input()])
-    builder = ChatBuilder(parsed, UsageCounts(), chat_template.call_id)
+    parsed, model = ParsedRequest(request, request.generation_inputs(1)), cast(Any, chat_template)
+    builder = ChatBuilder(parsed, UsageCounts(), model)
     choice = builder.choice(Delta(0, list(parts), finish_reason="tool_calls"))
     message: dict[str, Any] = to_builtins(choice.message)
     return message

@@ -102,7 +102,7 @@ def test_null_counts_as_absent_also_within_fields(kind: type[Struct]) -> None:
 
 def prompt_of(*messages: dict[str, Any]) -> Chat:
     request = decode({"messages": [*messages]}, ChatRequest, lambda name: "demo", {})
-    prompt = request.generation_input().prompt
+    prompt = request.generation_inputs(1)[0].prompt
     assert isinstance(prompt, Chat)
     return prompt
 

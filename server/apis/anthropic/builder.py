@@ -13,15 +13,20 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from server.apis.anthropic.request import MessagesRequest
-from server.apis.openai.chat import CallIdFactory
-from server.apis.openai.endpoint import MAX_INLINE_ENTRIES, ResponseBuilder, consume
+from server.apis.openai.endpoint import (
+    MAX_INLINE_ENTRIES,
+    ParsedRequest,
+    ResponseBuilder,
+    consume,
+)
+from server.apis.openai.models import NamedModel
 from server.core.delta_stream import UsageCounts
 from server.core.sealing import seal
 from server.http.errors import HttpError, anthropic_document
 from server.http.json import Document, read_object
 from server.http.sse import named_frame
 from worker.messages.deltas import Delta, DeltaPart
-from worker.messages.generation import Chat, GenerationInput
+from worker.messages.generation import Chat
 
 # The type of a block's deltas, and their field.
 DELTA_FIELDS = {
@@ -79,26 +84,21 @@ class MessageResponse(Struct):
 class MessageBuilder(ResponseBuilder[Delta]):
     keep_alive = PING
 
-    def __init__(
-        self,
-        request: MessagesRequest,
-        model_name: str,
-        generation_input: GenerationInput,
-        usage: UsageCounts,
-        call_id: CallIdFactory,
-    ) -> None:
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, model: NamedModel) -> None:
+        [generation_input] = request.inputs
         prompt = generation_input.prompt
         assert isinstance(prompt, Chat)
-        self.streams = bool(request.stream)
+        assert isinstance(request.body, MessagesRequest)
+        self.streams = bool(request.body.stream)
         self.usage = usage
-        self._request = request
-        self._call_id = call_id
+        self._request = request.body
+        self._call_id = model.call_id
         self._calls = prompt.num_tool_calls if generation_input.tool_policy else 0
         self._message = MessageResponse(
             id="msg_" + secrets.token_hex(12),
             type="message",
             role="assistant",
-            model=model_name,
+            model=request.body.model or model.id,
             content=[],
             stop_reason=None,
             stop_sequence=None,

@@ -6,18 +6,12 @@ The path of every generation request (apis/openai/endpoint.py). Tokens are count
 tokenizing the same input (apis/openai/tokenize.py).
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from starlette.types import Scope
 
-from server.apis.anthropic.builder import MessageBuilder, MessageResponse
+from server.apis.anthropic.builder import MessageResponse
 from server.apis.anthropic.request import CountTokensRequest, MessagesRequest
-from server.apis.openai.endpoint import GenerationEndpoint, ParsedRequest
-from server.apis.openai.request_fields import decode
-from server.core.delta_stream import UsageCounts
-from server.http.json import parse_json
 from server.http.operation import Operation
 
 
@@ -46,15 +40,7 @@ COUNT_TOKENS = Operation(
 )
 
 
-@dataclass(frozen=True)
-class ParsedMessagesRequest(ParsedRequest):
-    """`model_name`: the client's. Claude Code sends thinking back to a model of that name only."""
-
-    body: MessagesRequest
-    model_name: str
-
-
-@Operation(
+MESSAGES = Operation(
     "POST /v1/messages",
     "The next message of a conversation, as Anthropic has it",
     MessageResponse,
@@ -62,19 +48,3 @@ class ParsedMessagesRequest(ParsedRequest):
     stream="With stream: true. message_start, events of the blocks, message_stop.",
     error=AnthropicError,
 )
-@dataclass(eq=False)
-class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
-    """An endpoint for one kind of request. The app itself takes those of `/v1/messages`."""
-
-    kind: Any = MessagesRequest
-
-    def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
-        models, document = self.models, parse_json(body)
-        request = decode(document, self.kind, models.id_for, scope, models.max_entries)
-        name = str(document.get("model") or request.model)
-        return ParsedMessagesRequest(request, [request.generation_input()], name)
-
-    def builder(self, request: ParsedMessagesRequest, usage: UsageCounts) -> MessageBuilder:
-        call_id = self.model_of(request).call_id
-        body, [prompt] = request.body, request.inputs
-        return MessageBuilder(body, request.model_name, prompt, usage, call_id)

@@ -159,8 +159,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         if thinking and thinking.type == "enabled" and thinking.budget_tokens is None:
             raise InvalidInput.at("thinking.budget_tokens", "is required")
 
-    def generation_input(self) -> GenerationInput:
-        """Return the model's input; InvalidInput for unusable tools, blocks or formats."""
+    def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
         tools = by_name(tool.callable(f"tools[{n}]") for n, tool in enumerate(self.tools or ()))
         policy = call_policy(tools, self.tool_choice)
         messages, images = to_template_messages(self.system, self.messages)
@@ -180,9 +179,8 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
             media=images,
         )
         self.stop = self.stop_sequences
-        return self._input(
-            prompt, None, tool_policy=policy, thinking_tokens=thinking, thinking_is_optional=True
-        )
+        options: Any = {"thinking_tokens": thinking, "thinking_is_optional": True}
+        return [self._input(prompt, None, tool_policy=policy, **options)]
 
     def _reasoning(self) -> tuple[int | None, str]:
         """Return the limit of the reasoning, and its effort."""
@@ -193,4 +191,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
+    # Claude Code sends thinking back to a model of the same name only.
+    keeps_model_name: ClassVar = True
+
     max_tokens: PositiveInt

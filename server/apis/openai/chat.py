@@ -4,8 +4,8 @@ body → ChatRequest → GenerationInput → deltas → ChatBuilder → message,
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, Meta
 from starlette.types import Scope
@@ -16,6 +16,7 @@ from server.apis.openai.custom_tools import CustomInputReader
 from server.apis.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
 from server.apis.openai.logprobs import prompt_fields, scored_token_with_top
 from server.apis.openai.messages import Messages, conversation
+from server.apis.openai.models import NamedModel
 from server.apis.openai.request_fields import (
     ONE,
     CacheOptions,
@@ -26,7 +27,6 @@ from server.apis.openai.request_fields import (
     RequestId,
     Template,
     TopLogprobs,
-    decode,
 )
 from server.apis.openai.response_schemas import (
     ChatChoice,
@@ -42,14 +42,11 @@ from server.apis.openai.response_schemas import (
 )
 from server.apis.openai.tools import ChatToolChoice, Tools, chat_tools
 from server.core.delta_stream import UsageCounts
-from server.http.json import Document, parse_json
+from server.http.json import Document
 from server.http.operation import Operation
 from server.http.sse import data_frame
 from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
 from worker.messages.generation import Chat, GenerationInput
-
-# Return the id of a tool call, from its function's name and its number in the conversation.
-CallIdFactory: TypeAlias = Callable[[str, int], str]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -106,8 +103,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 "continue_final_message", "cannot be combined with add_generation_prompt"
             )
 
-    def generation_input(self) -> GenerationInput:
-        """Return the model's input; InvalidInput for unusable tools, messages or formats."""
+    def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
         tools: list[Document] = []
         policy = None
         if self.tools or self.tool_choice:
@@ -116,43 +112,39 @@ class ChatRequest(GenerationRequest, kw_only=True):
             self, self.messages, tools, self.reasoning_effort, self.documents, self.chat_template
         )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._input(
-            prompt, logprobs, tool_policy=policy, thinking_tokens=self.thinking_token_budget
-        )
+        budget = self.thinking_token_budget
+        return [self._input(prompt, logprobs, tool_policy=policy, thinking_tokens=budget)]
 
 
-@Operation(
+CHAT = Operation(
     "POST /v1/chat/completions",
     "The next message of a conversation",
     ChatCompletion,
     ChatRequest,
     stream=CHUNKS,
 )
-class ChatCompletions(GenerationEndpoint[ParsedRequest]):
+
+
+class ChatEndpoint(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
-        max_entries = self.models.max_entries
         try:
-            request = decode(parse_json(body), ChatRequest, self.models.id_for, scope, max_entries)
+            return super().parse(body, scope)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 hint = "is required; a request with `input` goes to /v1/responses"
                 raise InvalidInput.at("messages", hint) from None
             raise
-        return ParsedRequest(request, [request.generation_input()])
-
-    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "ChatBuilder":
-        return ChatBuilder(request, usage, self.model_of(request).call_id)
 
 
 class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
     id_prefix, chunk_object = "chatcmpl-", "chat.completion.chunk"
 
-    def __init__(self, request: ParsedRequest, usage: UsageCounts, call_id: CallIdFactory) -> None:
-        super().__init__(request, usage)
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, model: NamedModel) -> None:
+        super().__init__(request, usage, model)
         [generation_input] = request.inputs
         assert isinstance(generation_input.prompt, Chat)
         self._choices = generation_input.n
-        self._call_id = call_id
+        self._call_id = model.call_id
         policy = generation_input.tool_policy
         self._earlier_calls = generation_input.prompt.num_tool_calls if policy else 0
         self._calls: Counter[int] = Counter()  # by choice

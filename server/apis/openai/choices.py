@@ -9,6 +9,7 @@ from typing import ClassVar, Generic, Literal, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from server.apis.openai.endpoint import ParsedRequest, ResponseBuilder
+from server.apis.openai.models import NamedModel
 from server.apis.openai.response_schemas import (
     ChatChoice,
     ChatChunkChoice,
@@ -33,7 +34,7 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[Literal["chat.completion.chunk", "text_completion"]]
 
-    def __init__(self, request: ParsedRequest, usage: UsageCounts) -> None:
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, model: NamedModel) -> None:
         body, options = request.body, request.body.stream_options
         self.streams = bool(body.stream)
         self.usage = usage

@@ -9,19 +9,18 @@ from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
-from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from server.apis.openai.choices import ChoicesBuilder
-from server.apis.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
+from server.apis.openai.endpoint import CHUNKS, ParsedRequest
 from server.apis.openai.logprobs import clamp, prompt_fields, token_name
+from server.apis.openai.models import NamedModel
 from server.apis.openai.request_fields import (
     GenerationRequest,
     NonEmpty,
     RequestId,
     TextsOrIds,
     TopLogprobs,
-    decode,
     read_inputs,
 )
 from server.apis.openai.response_schemas import (
@@ -31,7 +30,7 @@ from server.apis.openai.response_schemas import (
     Usage,
 )
 from server.core.delta_stream import UsageCounts
-from server.http.json import Document, parse_json
+from server.http.json import Document
 from server.http.operation import Operation
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import GenerationInput
@@ -93,7 +92,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             )
 
     def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
-        """Return an input for each prompt; InvalidInput if a list makes too many choices."""
         prompts, n = read_inputs(self.prompt, "prompt"), self.n or 1
         if len(prompts) > 1 and len(prompts) * n > max_choices:
             raise InvalidInput.at(
@@ -108,32 +106,20 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         ]
 
 
-@Operation(
+COMPLETIONS = Operation(
     "POST /v1/completions",
     "The continuation of a text or token ids",
     Completion,
     CompletionRequest,
     stream=CHUNKS,
 )
-class Completions(GenerationEndpoint[ParsedRequest]):
-    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
-        max_choices = self.settings.max_queue_size
-        # A list has prompts, or the tokens of one prompt.
-        max_entries = max(max_choices, self.models.max_entries)
-        request = decode(
-            parse_json(body), CompletionRequest, self.models.id_for, scope, max_entries
-        )
-        return ParsedRequest(request, request.generation_inputs(max_choices))
-
-    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "CompletionBuilder":
-        return CompletionBuilder(request, usage)
 
 
 class CompletionBuilder(ChoicesBuilder[CompletionChoice, CompletionChoice]):
     id_prefix, chunk_object = "cmpl-", "text_completion"
 
-    def __init__(self, request: ParsedRequest, usage: UsageCounts) -> None:
-        super().__init__(request, usage)
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, model: NamedModel) -> None:
+        super().__init__(request, usage, model)
         self._offsets: Counter[int] = Counter()  # characters of a choice so far
 
     def choice(self, delta: Delta) -> CompletionChoice:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from anyio.to_thread import run_sync
 from msgspec import Struct
@@ -22,12 +22,12 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import ClientGone
 from server.apis.openai.media import MediaLoader, check_media
 from server.apis.openai.models import ModelGroup, NamedModel, UnknownModel
-from server.apis.openai.request_fields import GenerationRequest
+from server.apis.openai.request_fields import GenerationRequest, decode
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.errors import HttpError
-from server.http.json import Header, JsonBodyParser, to_json
+from server.http.json import Header, JsonBodyParser, parse_json, to_json
 from server.http.request import count_failure, read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from worker.messages.deltas import Delta
@@ -229,14 +229,23 @@ P = TypeVar("P", bound=ParsedRequest)
 
 @dataclass(eq=False)
 class GenerationEndpoint(BodyEndpoint[P]):
+    """An endpoint for one kind of request. `make_builder` returns the builder of a response, whose
+    usage is counted while its deltas are read."""
+
     media: MediaLoader
+    kind: type[GenerationRequest]
+    make_builder: Callable[[P, UsageCounts, NamedModel], ResponseBuilder[Delta]]
 
     def model_of(self, request: P) -> NamedModel:
         return self.models.find(request.body.model)
 
-    @abstractmethod
-    def builder(self, request: P, usage: UsageCounts) -> ResponseBuilder[Delta]:
-        """Return the builder of the response; `usage` is counted while its deltas are read."""
+    def parse(self, body: bytes, scope: Scope) -> P:
+        max_choices = self.settings.max_queue_size
+        # A list has prompts, or the tokens of one prompt.
+        max_entries = max(max_choices, self.models.max_entries)
+        request = decode(parse_json(body), self.kind, self.models.id_for, scope, max_entries)
+        parsed: Any = ParsedRequest(request, request.generation_inputs(max_choices))
+        return cast(P, parsed)
 
     async def read(self, incoming: IncomingRequest, body: bytes) -> P:
         """Return the checked request of a body, with the bytes of its media. Raises InvalidInput
@@ -251,7 +260,8 @@ class GenerationEndpoint(BodyEndpoint[P]):
 
     async def serve(self, incoming: IncomingRequest, send: Send, request: P) -> None:
         with self.submit(incoming, request) as stream:
-            await respond(incoming.scope, send, stream, self.builder(request, stream.usage))
+            builder = self.make_builder(request, stream.usage, self.model_of(request))
+            await respond(incoming.scope, send, stream, builder)
 
     def submit(self, incoming: IncomingRequest, request: P) -> TokenStream:
         model = self.model_of(request)

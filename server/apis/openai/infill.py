@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
-from starlette.types import Scope
 
-from server.apis.openai.endpoint import GenerationEndpoint, ParsedRequest, ResponseBuilder
-from server.apis.openai.request_fields import GenerationRequest, decode
+from server.apis.openai.endpoint import ParsedRequest, ResponseBuilder
+from server.apis.openai.models import NamedModel
+from server.apis.openai.request_fields import GenerationRequest
 from server.core.delta_stream import UsageCounts
-from server.http.json import parse_json
 from server.http.operation import Operation
 from server.http.sse import data_frame
 from worker.messages.deltas import Delta
+from worker.messages.generation import GenerationInput
 
 # Fields of completions that have no place here.
 NOT_HERE: dict[str, tuple[Any, ...]] = {
@@ -54,6 +54,12 @@ class InfillRequest(GenerationRequest, kw_only=True):
             return super().token_limit
         return "n_predict", None if self.n_predict < 0 else max(1, self.n_predict)
 
+    def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
+        extras = (f"{extra.filename or ''}\n{extra.text}\n" for extra in self.input_extra or ())
+        before = "".join((*extras, self.input_prefix or "", self.prompt or ""))
+        after: Any = {"suffix": self.input_suffix or "", "param": "input_prefix"}
+        return [self._input(before, None, **after)]
+
 
 class InfillEnd(Struct):
     """The text, or the last piece of it. Other pieces have `content` and `stop: false`."""
@@ -68,27 +74,17 @@ class InfillEnd(Struct):
     stopping_word: str
 
 
-@Operation(
+INFILL = Operation(
     "POST /infill",
     "The text between a prefix and a suffix",
     InfillEnd,
     InfillRequest,
     stream="With stream: true. Each event is a chunk, the last has `stop`.",
 )
-class Infill(GenerationEndpoint[ParsedRequest]):
-    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
-        request = decode(parse_json(body), InfillRequest, self.models.id_for, scope)
-        extras = (f"{extra.filename or ''}\n{extra.text}\n" for extra in request.input_extra or ())
-        before = "".join((*extras, request.input_prefix or "", request.prompt or ""))
-        after: Any = {"suffix": request.input_suffix or "", "param": "input_prefix"}
-        return ParsedRequest(request, [request._input(before, None, **after)])
-
-    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "InfillBuilder":
-        return InfillBuilder(request, usage)
 
 
 class InfillBuilder(ResponseBuilder[Delta]):
-    def __init__(self, request: ParsedRequest, usage: UsageCounts) -> None:
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, model: NamedModel) -> None:
         self.streams, self._model = bool(request.body.stream), request.body.model
         self._usage = usage
 

@@ -220,6 +220,11 @@ class GenerationRequest(Struct, kw_only=True):
         if self.min_tokens and max_tokens not in (None, -1) and self.min_tokens > max_tokens:
             raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
 
+    def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
+        """Return an input for each prompt. InvalidInput for unusable fields, and for a list that
+        makes too many choices."""
+        raise NotImplementedError
+
     def config(self) -> Document:
         """Return the fields of the `generation_config`. Raises InvalidInput."""
         if self.generation_config is None:
@@ -339,7 +344,9 @@ def decode(
     within them, are refused before their entries are converted."""
     limit_lists(document, kind, max_entries)
     request = convert_body(document, kind, scope)
-    request.model = id_for(request.model)  # type: ignore[attr-defined]  # a field of each kind
+    body: Any = request  # with a model, in each kind
+    id = id_for(body.model)
+    body.model = (body.model if getattr(kind, "keeps_model_name", False) else None) or id
     if isinstance(request, GenerationRequest):
         request.check(document)
         template = getattr(request, "chat_template", None)

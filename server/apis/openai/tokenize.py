@@ -14,7 +14,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.apis.openai.chat import ChatCompletions, ChatRequest
+from server.apis.openai.chat import ChatRequest
 from server.apis.openai.endpoint import BodyEndpoint, GenerationEndpoint
 from server.apis.openai.media import check_media
 from server.apis.openai.messages import Messages, conversation
@@ -158,7 +158,7 @@ def tokenizer_routes(
     return [OperationRoute(each, TokenizerEndpoint(*shared, kind)) for each, kind in kinds]
 
 
-def prompt_routes(completions: ChatCompletions) -> list[OperationRoute]:
+def prompt_routes(completions: GenerationEndpoint[Any]) -> list[OperationRoute]:
     return [
         OperationRoute(COUNT, PromptEndpoint(completions, InputTokens)),
         OperationRoute(RENDER, PromptEndpoint(completions, Prompt, renders=True)),

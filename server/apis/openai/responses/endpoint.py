@@ -50,7 +50,7 @@ from server.apis.openai.store import (
     refusing_disk_errors,
 )
 from server.apis.openai.tokenize import PromptEndpoint
-from server.core.delta_stream import TokenStream, UsageCounts
+from server.core.delta_stream import TokenStream
 from server.core.worker_client import IncomingRequest
 from server.http.access import address_of
 from server.http.access_log import log_background
@@ -255,9 +255,6 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
                 raise InvalidInput.at(path, reason)
         return [item for stored in chain for item in stored.items]
 
-    def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
-        return ResponsesBuilder(request, usage, self.model_of(request))
-
     async def serve(
         self, incoming: IncomingRequest, send: Send, request: ParsedResponseRequest
     ) -> None:
@@ -272,7 +269,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             events = StoredEvents(job.store, job.namespace, job.id, -1, job, headers)
             return await events(scope, incoming.receive, send)
         with self.submit(incoming, request) as stream:
-            builder = self.builder(request, stream.usage)
+            builder = ResponsesBuilder(request, stream.usage, self.model_of(request))
             before_end = partial(self.store_response, owner_from(scope), builder)
             await respond(scope, send, stream, builder, before_end)
 
@@ -289,7 +286,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         except BaseException:
             self.background_memory.release(transfer)
             raise
-        builder = self.builder(request, stream.usage)
+        builder = ResponsesBuilder(request, stream.usage, self.model_of(request))
         job = BackgroundJob(self, scope, stream, builder, transfer)
         self.jobs.run(job)
         return job

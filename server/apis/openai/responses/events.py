@@ -10,13 +10,12 @@ share their items with the response, so an event is encoded before the next one 
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from server.apis.openai.chat import CallIdFactory
 from server.apis.openai.custom_tools import CustomInputReader
 from server.apis.openai.endpoint import ResponseBuilder, consume
 from server.apis.openai.logprobs import scored_token_with_top
@@ -288,13 +287,13 @@ def response_usage(usage: UsageCounts) -> ResponseUsage:
 
 
 class ResponseOutput:
-    """Builds output items from deltas. `earlier_calls`: calls in the conversation before. `tools`:
-    by the names that the model calls. `seals`: reasoning is also sent sealed. `names_ids`: scored
-    tokens have their ids in place of their texts."""
+    """Builds output items from deltas. `call_id`: of NamedModel. `earlier_calls`: calls in the
+    conversation before. `tools`: by the names that the model calls. `seals`: reasoning is also sent
+    sealed. `names_ids`: scored tokens have their ids in place of their texts."""
 
     def __init__(
         self,
-        call_id: CallIdFactory,
+        call_id: Callable[[str, int], str],
         earlier_calls: int,
         tools: Mapping[str, CallableTool] = NO_TOOLS,
         seals: bool = False,
