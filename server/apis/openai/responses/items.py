@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.apis.openai.media import Detail, FileData, ImageUrl
@@ -76,8 +76,8 @@ REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "local_shell_call_output": ("output",),  # and call_id or id
     "additional_tools": ("tools",),
     "item_reference": ("id",),
-    "input_text": ("text",),  # a content part in place of an item: a message of the user
-    "input_image": ("image_url",),  # likewise
+    "input_text": ("text",),
+    "input_image": ("image_url",),
     "input_audio": ("input_audio",),
     "input_video": (),  # with `input_video` or `video_url`
 }
@@ -87,6 +87,7 @@ ItemRole = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 IMAGE, AUDIO, VIDEO = "input_image", "input_audio", "input_video"
 MEDIA = (IMAGE, AUDIO, VIDEO)
+PARTS = ("input_text", *MEDIA)
 # Which fields an item requires, for the OpenAPI document. The type is optional where other fields
 # determine it; see `Item.kind`.
 OPTIONAL_TYPES = ("message", "item_reference")
@@ -133,8 +134,10 @@ class InputPart(TextPart):
 Parts = str | list[InputPart]
 
 
-class Item(Struct):
-    type: InputItemType | None = None
+class Item(InputPart):
+    """An item, or a content part in place of one: a message of the user."""
+
+    type: InputItemType | None = None  # type: ignore[assignment]  # other values than a part's
     id: Annotated[str, Meta(max_length=512, pattern=r"^[^\x00]*$")] | None = None  # is a key
     role: ItemRole | None = None
     content: Parts | None = None
@@ -143,18 +146,11 @@ class Item(Struct):
     name: str | None = None
     arguments: str | None = None
     output: Parts | None = None
-    text: str | None = None
-    image_url: str | None = None
-    detail: Detail | None = None
-    file_id: str | None = None
     namespace: str | None = None
     input: str | None = None  # of a custom tool
     action: dict[str, Any] | None = None  # of the local shell
     encrypted_content: str | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    input_audio: FileData | None = None
-    input_video: FileData | None = None
-    video_url: str | None = None
 
     @property
     def kind(self) -> InputItemType:
@@ -171,15 +167,12 @@ class Item(Struct):
                 message = f"{path}.id: there is no stored item {id[:100]!r}"
                 raise HttpError(404, message, f"{path}.id")
             return stored[id]
-        if kind == "input_text":
-            text = required(self.text, f"{path}.text")
-            return Item(role=self.role or "user", content=text).document(path, stored)
-        if kind in MEDIA:
-            image = self.image_url, self.detail, self.file_id
-            files = self.input_audio, self.input_video, self.video_url
-            part = InputPart(kind, None, None, *image, *files)
-            part.media_document(path)  # checked
-            return Item(role=self.role or "user", content=[part]).document(path, stored)
+        if kind in PARTS:
+            if kind in MEDIA:
+                self.media_document(path)  # checked
+            else:
+                self.read(path, PARTS)
+            return Item(role=self.role or "user", content=[self]).document(path, stored)
         if kind in CALLS:
             fields = self._call(path, REQUIRED_FIELDS[kind])
         elif kind in OUTPUTS:
@@ -326,7 +319,7 @@ def to_messages(
         message = _assistant_message(messages, item)
         if message is None:
             call_id = f"{path}.call_id" if n >= 0 else source
-            messages += _other_messages(item, functions, call_id)
+            messages.append(_other_message(item, functions, call_id))
         elif kind == "reasoning":
             parts = item["content"] or item["summary"]
             message.reasoning_content = _join(parts) or None
@@ -372,31 +365,24 @@ def _called_function(item: Document) -> CalledFunction:
     return CalledFunction(name, item["arguments"])
 
 
-def _other_messages(item: Document, functions: dict[str, str], path: str) -> Iterator[Message]:
-    """Yield the message of an item, and one with its media: templates take those of users only."""
+def _other_message(item: Document, functions: dict[str, str], path: str) -> Message:
     if item["type"] == "message":
-        yield Message(item["role"], _content(item["content"]))
-        return
+        return Message(item["role"], _content(item["content"]))
     call_id = item["call_id"]
     if call_id not in functions:
         which = "it" if path.endswith(".call_id") else f"the item {item['id'][:100]!r}"
         raise InvalidInput.at(path, f"no function_call before {which} has this call_id")
-    output: str | list[Document] = item["output"]
-    media = [part for part in output if part["type"] in MEDIA] if isinstance(output, list) else []
-    if isinstance(output, list):
-        output = [part for part in output if part["type"] not in MEDIA]
-    yield Message("tool", _join(output), name=functions[call_id], tool_call_id=call_id)
-    if media:
-        yield Message("user", _content(media))
+    content = _content(item["output"])
+    return Message("tool", content, name=functions[call_id], tool_call_id=call_id)
 
 
 def _join(parts: str | list[Document]) -> str:
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def _content(parts: list[Document]) -> str | list[ContentPart | str]:
+def _content(parts: str | list[Document]) -> str | list[ContentPart | str]:
     """Return a message's content: text, or parts if there are media."""
-    if all(part["type"] not in MEDIA for part in parts):
+    if isinstance(parts, str) or all(part["type"] not in MEDIA for part in parts):
         return _join(parts)
     return [_content_part(part) for part in parts]
 
