@@ -104,6 +104,9 @@ class HistoryAdapter:
                 self._add_calls(message, results)
             else:
                 self._messages.append(message)
+        for message in self._messages:
+            if message.get("is_result"):
+                message["content"] = "\n".join(message["content"])
         return self._messages
 
     def _with_reasoning(self, message: Message) -> Message:
@@ -183,9 +186,9 @@ class HistoryAdapter:
         """Add a result as a user's message. Consecutive ones share a message, since many templates
         want roles to alternate."""
         text = f"<tool_response>\n{result}\n</tool_response>"
-        if self._messages and self._messages[-1].get("is_result"):
-            text = f"{self._messages.pop()['content']}\n{text}"
-        self._messages.append({"role": "user", "content": text, "is_result": True})
+        if not (self._messages and self._messages[-1].get("is_result")):
+            self._messages.append({"role": "user", "content": [], "is_result": True})
+        self._messages[-1]["content"].append(text)
 
     def _call_id(self, id: str | None, name: str, index: int) -> str:
         if self._format.call_ids == "named":
