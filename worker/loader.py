@@ -49,6 +49,7 @@ class Loader:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: Future[Any] | None = None
+        self._stopped = False
         self.thread = self._new_thread(lambda: None)
 
     def submit(self, function: Callable[[], Any]) -> "Future[Any]":
@@ -57,6 +58,7 @@ class Loader:
         return job.result
 
     def stop(self) -> None:
+        self._stopped = True
         self._jobs.put(None)
 
     def abandon(self, result: "Future[Any]", may_stop: Callable[[], bool]) -> bool:
@@ -67,8 +69,9 @@ class Loader:
                 return True
             if self._running is not result or not may_stop():
                 return False
-            log.warning("a job of the loader thread is abandoned")
-            self._replace_thread()
+            if not self._stopped:
+                log.warning("a job of the loader thread is abandoned")
+                self._replace_thread()
             return True
 
     def end_start(self) -> None:

@@ -197,7 +197,7 @@ class ModelManager:
         left_s = timeout_s
         try:
             while True:
-                wait_s = min(left_s, timeout_s)  # infinite while files are downloaded
+                wait_s = min(left_s, timeout_s)  # left_s is infinite while files are downloaded
                 await asyncio.wait({job}, timeout=wait_s if wait_s < math.inf else None)
                 if job.done():
                     return job.result()
@@ -251,6 +251,8 @@ class ModelManager:
         self.metrics.on_loaded(model.name, model.info)
         if not (self.worker.started or any(other.model.at_start for other in self._loads)):
             self.worker.end_start()
+            for name in self.models:  # idle since now
+                self._on_unused(name)
         self._on_loaded()
         for item in self._waiting(model):
             if item.payload is AWAIT_MODEL:
@@ -376,7 +378,7 @@ class ModelManager:
         entry = self.models[name]
         entry.unused.set()
         self._stop_timer(entry)
-        if self.idle_s and not entry.model.pin and entry.is_ready:
+        if self.idle_s and not entry.model.pin and entry.is_ready and self.worker.started:
             loop = asyncio.get_running_loop()
             entry.timer = loop.call_later(self.idle_s, self._unload_idle, entry)
 

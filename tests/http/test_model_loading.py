@@ -106,7 +106,8 @@ def test_a_model_serves_while_another_one_is_loaded_at_the_start() -> None:
         assert gate.wait(60)
         return FakeRunner()
 
-    with serving(FakeRunner, ready=False, load_embedder=load_embedder) as server:
+    loaders: dict[str, Any] = {"load": FakeRunner, "load_embedder": load_embedder}
+    with serving(ready=False, model_control=True, **loaders) as server:
         try:
             wait_until(lambda: httpx.post(server.url, content="a").status_code == 200)
             ready = CLIENT.get(server.url + "/ready")
@@ -118,6 +119,8 @@ def test_a_model_serves_while_another_one_is_loaded_at_the_start() -> None:
             assert error_of(refused)["message"] == "the model is loading"
             states = {m["serves"]: m["status"]["value"] for m in models_of(server)}
             assert states["embedding"] == "loading"
+            kept = post(server, "/models/unload", {"model": "demo"})
+            assert error_of(kept)["message"] == "model: 'demo' is loading, not loaded"
         finally:
             gate.set()
         wait_until(lambda: CLIENT.get(server.url + "/ready").status_code == 200)

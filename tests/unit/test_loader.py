@@ -22,6 +22,7 @@ from worker.load_context import (
 from worker.load_context import loading as in_context
 from worker.loader import Loader
 from worker.model import loading
+from worker.model.language_model import LanguageModel
 from worker.model.loading import ModelOptions, install_progress_log, load_checkpoint, log_progress
 
 GPU = torch.device("cuda")
@@ -69,6 +70,34 @@ def test_a_job_that_waits_is_cancelled() -> None:
     waiting = loader.submit(lambda: None)
     assert loader.abandon(waiting, lambda: False)
     assert waiting.cancelled()
+
+
+def test_a_job_of_a_loader_that_stops_is_left_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader, entered, gate = Loader(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        entered.set()
+        gate.wait(60)
+
+    running, thread = loader.submit(run), loader.thread
+    thread.start()
+    assert entered.wait(60)
+    loader.stop()
+    assert loader.abandon(running, lambda: True)
+    gate.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert loader.thread is thread
+    assert not caplog.records
+
+
+def test_a_load_that_is_stopped_falls_back_to_nothing() -> None:
+    context, model = LoadContext(lambda function: function()), object.__new__(LanguageModel)
+    context.stop()
+    with in_context(context), pytest.raises(LoadStopped):
+        model.attempt(advance, "a kernel", "another one", "speed")
 
 
 def test_a_load_notes_its_progress_and_a_download_is_not_counted() -> None:

@@ -83,6 +83,27 @@ async def test_a_load_at_the_start_without_progress_fails_the_start(
 
 
 @pytest.mark.anyio
+async def test_models_are_idle_from_the_end_of_the_start_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, timers = Setup().client, list[object]()
+    client.manager.idle_s = 60
+    reader, judge = client.manager.models.values()
+
+    def load(engine: Any) -> Any:
+        timers.append(reader.timer)
+        return engine()
+
+    monkeypatch.setattr(judge.model, "_load", partial(load, judge.model._load))
+    client.start()
+    await client.loaded
+    assert timers == [None]
+    assert reader.timer
+    assert judge.timer
+    client.stop()
+
+
+@pytest.mark.anyio
 async def test_a_load_that_is_stuck_after_a_download_is_abandoned() -> None:
     progress = chain([math.inf], repeat(0.0))
     result = Setup().client.manager.result

@@ -45,7 +45,7 @@ from worker.device.self_check import (
     tolerance_of,
 )
 from worker.error_classification import first_line
-from worker.load_context import on_worker
+from worker.load_context import LoadStopped, on_worker
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import Fallback
 from worker.model.attention.kv_cache import LayerShape, StateShape
@@ -188,6 +188,8 @@ class LanguageModel:
         """Return whether `change` succeeds: one that raises leaves the model as it was."""
         try:
             change()
+        except LoadStopped:
+            raise
         except Exception as error:  # such as a kernel that does not compile, too little memory
             self.fall_back(refused, error, serves, lost)
             return False

@@ -405,7 +405,8 @@ class ModelListing:
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:
             raise InvalidInput.at("model", f"{model.id!r} is pinned")
-        if not (model.residency.is_ready or model.residency.queued):
+        can_end = model.residency.queued and model.worker_client.worker.started
+        if not (model.residency.is_ready or can_end):
             status = model.status().value
             state = "already being unloaded" if status == "loaded" else f"{status}, not loaded"
             raise InvalidInput.at("model", f"{model.id!r} is {state}")
