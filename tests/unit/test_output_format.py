@@ -374,6 +374,11 @@ COMPACT = KEYS.replace('{{ "\\n" }}', "")
 TRIANGLES = HERMES.replace(
     "{{ m.content }}", "◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}"
 )
+TURNS = """{% for m in messages %}<|{{ m.role }}|><|text|>{% if m.role == 'assistant' %}
+<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|><|text|>{% endif %}"""
+TAGS = "{% if thinking %}Write <think></think> and <response></response>{% endif %}" + NO_CALLS
+ROLE = TURN.replace("CALLS", "<|go|>\ncall<|of|>\n{{ m.tool_calls[0].function | tojson }}<|go|>")
 HERMES_CALL = '<tool_call>\n{"name": "a", "arguments": {"x": 7}}\n</tool_call>'
 OPEN_CALL = "<tool_call>a<arg_key>x</arg_key><arg_value>7</arg_value>"
 JSON_CALL = '{"name": "a", "parameters": {"x": 7}}'
@@ -448,6 +453,42 @@ OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, 
     (HEADERS, f"Write {JSON_CALL}", (f"Write {JSON_CALL}", "", 0)),
     (HEADERS, 'As in\n{"name": "b"}', ('As in\n{"name": "b"}', "", 0)),
     (HEADERS, "See\n[note", ("See\n[note", "", 0)),
+    # other styles, in the place of the template's
+    (HERMES, f"Well.\n```json\n{JSON_CALL}\n```\nWell.", ("Well.\n\nWell.", "", 1)),
+    (HERMES, f"```xml\n<response>\n{JSON_CALL}\n</response>\n```", ("", "", 1)),
+    (HERMES, f"<tools>{JSON_CALL}</tools>", ("", "", 1)),
+    (HERMES, "```tool_code\na(x=7)\n```", ("", "", 1)),
+    (HERMES, "```python\na(7)\n```", ("```python\na(7)\n```", "", 0)),
+    (HERMES, f"{HERMES_CALL}\n```python\n7\n```", ("```python\n7\n```", "", 1)),
+    (HERMES, '<function=a>{"x": 7}</function>\n' * 2, ("", "", 2)),
+    (HERMES, '<function name="a">\n{"x": 7}\n</function>', ("", "", 1)),
+    (HERMES, '<tool_call>a\n{"x": 7}\n</tool_call>', ("", "", 1)),
+    (HERMES, "<tool_call>a(x=7)</tool_call>", ("", "", 1)),
+    (HERMES, '<tool_call><f=a>{"x": 7}</f></tool_call>', ("", "", 1)),
+    (HERMES, "<tool_call><f=a>\n<p=x>7</p>\n</f></tool_call>", ("", "", 1)),
+    (HERMES, '<tool_call>b {"x": 7}</tool_call>', ('<tool_call>b {"x": 7}</tool_call>', "", 0)),
+    (HEADERS, 'Well.\n<function=a>{"x": 7}</function>', ("Well.", "", 1)),
+    (NO_CALLS, f"Well.\n[TOOL_CALLS] [{JSON_CALL}]", ("Well.", "", 1)),
+    (NO_CALLS, '[TOOL_CALLS]a[ARGS]{"x": 7}[TOOL_CALLS]a{"x": 7}', ("", "", 2)),
+    (LIST, '[TOOL_CALLS]a{"x": 7}[TOOL_CALLS] a [ARGS] {"x": 7}', ("", "", 2)),
+    (LIST, '[TOOL_CALLS]a[CALL_ID]b1[ARGS]{"x": 7}', ("", "", 1)),
+    (LIST, "The mark [TOOL_CALLS] a.", ("The mark [TOOL_CALLS] a.", "", 0)),
+    (BRACKETS, '[TOOL_CALLS]a[CALL_ID]b1[ARGS]{"x": 7}', ("", "", 1)),
+    (PYTHON, "a(x=7)\na(x=7)", ("", "", 2)),
+    (PYTHON, "a(x=7), a(x=7)", ("", "", 2)),
+    (PYTHON, "Well: a(x=7)", ("Well: a(x=7)", "", 0)),
+    (PYTHON, "b(x=7)", ("b(x=7)", "", 0)),
+    # parts of the delimiters are missing
+    (SECTION, '<calls><call>a:0<args>{"x": 7}</call></calls>', ("", "", 1)),
+    (SECTION, '<calls><call>functions.a<args>{"x": 7}</call></calls>', ("", "", 1)),
+    (SECTION, '<call><call>a<args>{"x": 7}</call></call>', ("", "", 1)),
+    (ROLE, 'call<|of|>\n{"name": "a", "arguments": {"x": 7}}', ("", "", 1)),
+    # delimiters of the turn
+    (TURNS, "<|text|>Well.<|end|>\n", ("Well.", "", 0)),
+    (TURNS, "<think>Hm.</think>Well.<|end|>", ("Well.", "Hm.", 0)),
+    (TURNS, "Hm.</think>Well.", ("Well.", "Hm.", 0)),
+    (TURNS, "<think>Hm.<|end|>", ("", "Hm.", 0)),
+    (TAGS, "<think>Hm.</think><response>Well.</response>", ("Well.", "Hm.", 0)),
     # the next call ends one that nothing closes
     (SECTION, '<calls><call>functions.a:0<args>{"x": 7}' * 2, ("", "", 2)),
     (KEYS, f"{OPEN_CALL}{OPEN_CALL}</tool_call>", ("", "", 2)),
@@ -473,12 +514,28 @@ def test_outputs_are_read_in_the_format_of_the_template(
 ) -> None:
     reader = reader_of(source, special)
     is_inferred = not any(note.startswith("calls:") for note in reader.template.notes)
-    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, OWN_ROLE, ROLES, TEXTS, TOLD)
+    assert is_inferred or source in (
+        *(NO_CALLS, INSTRUCTIONS, OWN_ROLE, ROLES, TAGS, TEXTS, TOLD, TURNS),
+    )
     response = reader.read(text, TOOL_A)
     calls = [(name, json.loads(arguments)) for name, arguments in response.calls]
     content, reasoning, count = expected
     assert (response.content.strip(), response.reasoning) == (content, reasoning)
     assert calls == [("a", {"x": 7})] * count
+
+
+def test_text_that_ends_a_turn_is_dropped_at_the_end_alone() -> None:
+    reader = reader_of(TURNS.replace("<|end|>", "</a>"), False)
+    assert reader.read("<a>x</a> y</a>").content == "<a>x</a> y"
+
+
+@pytest.mark.parametrize("quoted", ["'it's'", "'it's, or'", "''a' b''", "'\\')]'", "''", '"\'"'])
+def test_quotes_within_quotes_do_not_hide_the_text_after_calls(quoted: str) -> None:
+    tools = [{"type": "function", "function": TYPED_TOOL_A}]
+    response = reader_of(PYTHON, False).read(f"[a(t={quoted}, x=7)]\nWell.", tools)
+    [(_, arguments)] = response.calls
+    assert response.content == "Well."
+    assert json.loads(arguments) == {"t": quoted[1:-1].replace("\\", ""), "x": 7}
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,11 @@ INTEGER, NULL, NUMBER = ({"string", item} for item in ("integer", "null", "numbe
         ("1.0", {"integer"}, 1),
         ("007", {"integer"}, 7),
         ("'x'", (), "x"),
+        ("{name}", (), "{name}"),
+        ("[a, b]", (), "[a, b]"),
+        ("{color: red}", (), "{color: red}"),
+        ("[true, None]", (), [True, None]),
+        ("[a, b]", {"array"}, ["a", "b"]),
     ],
 )
 def test_possible_string_is_one_unless_it_is_json_of_another_type(

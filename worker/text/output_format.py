@@ -73,12 +73,15 @@ class Delimiter(NamedTuple):
         match = self.trigger and self.trigger.search(text)
         return text[match.end() :] if match else None
 
-    def partial_start(self, text: str, after_call: bool) -> int:
+    def partial_start(self, text: str, after_call: bool, names: Iterable[str]) -> int:
         """Return where a partial delimiter of a call starts at the end of the text, so that it can
         be hidden; the text's length if there is none. `after_call`: the text follows a call, and a
-        partial delimiter of any kind is hidden."""
+        partial delimiter of any kind is hidden. `names`: of the tools."""
         is_call = self.next_phase == CALL and not (self.only_first or self.line_start)
         if not is_call and (self.known_tool or not after_call):
+            return len(text)
+        word = regex.match(TOOL_NAME, (self.after_trigger(text) or "").lstrip())
+        if self.known_tool and word and not any(name.startswith(word[0]) for name in names):
             return len(text)
         match = self.pattern.search(text, partial=True)
         alone = match and after_call and not text[: match.start()].strip()
@@ -141,6 +144,7 @@ DEFAULT_REASONING: Pair = ("<think>", "</think>")
 # What models write around calls without delimiters: <|python_tag|>, [TOOL_CALLS], a code fence
 FENCE = r"```\w{0,20}"
 WRAPPER = rf"(?:<\|?/?\w{{1,40}}\|?>|\[/?[A-Z_]{{2,40}}\]|{FENCE})"
+MARK = r"(?:\[[A-Z_]{2,40}\]\w*+\s*+)"  # [ARGS], or [CALL_ID]id
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
@@ -166,8 +170,10 @@ def inferred_output_format(
     channels: ChannelFormat | None,
     ends: Sequence[str] = (),
     message_start: str = "",
+    turn: Pair = ("", ""),
 ) -> OutputFormat:
-    """`ends`: delimiters after content or calls that end neither. `message_start`: reasoning,
+    """`ends`: delimiters after content or calls that end neither. `turn`: the delimiters that begin
+    and end a response, where these are no special tokens. `message_start`: reasoning,
     content and calls are messages that begin with it, or with the prompt's end, and a header."""
     is_lead_in = reasoning and not (message_start or DELIMITER.search(reasoning[0]))
     lead_in = reasoning[0] if reasoning and is_lead_in else ""
@@ -193,6 +199,11 @@ def inferred_output_format(
                 _delimiter((REASONING,), CONTENT, DEFAULT_REASONING[1]),
             ]
         delimiters += _ignored_delimiters(filter(None, (message_start, *ends)))
+        header, end = map(regex.escape, turn)
+        if header:
+            delimiters.append(_delimiter((CONTENT,), CONTENT, header, only_first=True))
+        for phase in (CONTENT, REASONING) if end else ():
+            delimiters.append(_delimiter((phase,), phase, rf"{end}\s*+\Z", extendable=True))
         output_format = OutputFormat(
             tuple(delimiters),
             tuple(_call_delimiters(calls) if calls else ()),
@@ -223,12 +234,16 @@ def _delimiter(phases: Iterable[str], next_phase: str, pattern: str, **options: 
     return Delimiter(frozenset(phases), next_phase, compiled, **options)
 
 
+def _named_parser(groups: dict[str, str], _: ToolTypes) -> ToolCallParser:
+    return PlainCallParser("", "", groups["name"])
+
+
 # What some models write that have no format of their own: a name, a line feed, and arguments
 NAME_BEFORE_JSON = _delimiter(
     (CONTENT,),
     CALL,
     rf"(?P<name>{TOOL_NAME})[ \t]*+\n\s*+(?=\{{)",
-    make_parser=lambda groups, _: PlainCallParser("", "", groups["name"]),
+    make_parser=_named_parser,
     only_first=True,
     known_tool=True,
 )
@@ -241,26 +256,39 @@ def _undelimited_call(calls: ToolCallFormat, name: str = "", wrapper: str = WRAP
     key = calls.keys[0] if calls.keys else "name"
     member = (rf'{key}"\s*+:\s*+"' if key else "") + f'{name}"' if name else ""
     json_call = rf'(?P<json>(?:\[\s*+)?\{{\s*+"{member})'
-    python_call = rf"(?P<python>\[\s*+{name or TOOL_NAME}\()"
+    python_call = rf"(?P<python>\[\s*+{name or TOOL_NAME}\({f'|{name}{KEYWORD}' if name else ''})"
     # No leading \s*: a long run of white space would be searched from each of its positions.
     return rf"(?:{wrapper}\s*+)?{word}(?={json_call}|{python_call})"
 
 
+KEYWORD = r"\((?=\s*+\w++\s*+=)"  # behind the name of a call that no brackets enclose
 # Behind a name: a definition of a tool has a name, too, and no arguments.
 CALLED = r'(?=\(|"\s*+(?:\}|,\s*+"(?:arguments|parameters)"))'
-# What some models write though their format has delimiters, or though they have none: JSON or
-# Python calls alone, perhaps in a code fence
-BARE_CALLS = (
-    _delimiter(
-        (CONTENT,),
-        CALL,
-        _undelimited_call(DEFAULT_TOOL_CALL_FORMAT, rf"(?P<name>{TOOL_NAME}){CALLED}", FENCE),
-        make_parser=partial(make_call_parser, DEFAULT_TOOL_CALL_FORMAT),
-        known_tool=True,
-        line_start=True,
-    ),
-    _delimiter((CONTENT,), CONTENT, FENCE, after_call=True),
-)
+# What may close what models write around calls that are not in their format
+CLOSER = r"</\w{1,40}>|<\|/\w{1,40}\|>|<\|\w{0,30}(?i:end)\w{0,9}\|>|\[/[A-Z_]{2,40}\]|```(?=\s|\Z)"
+
+
+def _bare_calls(own: str) -> list[Delimiter]:
+    """Return what some models write though their format has delimiters, or though they have none:
+    JSON or Python calls alone, perhaps in tags or a code fence; or a name before its JSON.
+    `own`: the format's delimiter."""
+    other = rf"(?!<think|{regex.escape(own) or '<think'})"
+    opener = rf"{other}(?:<\|?\w{{1,40}}\|?>|\[[A-Z_]{{2,40}}\]|{FENCE})"
+    name, default = f"(?P<name>{TOOL_NAME})", DEFAULT_TOOL_CALL_FORMAT
+    named_calls = (
+        rf"{other}\[[A-Z_]{{2,40}}\]\s*+{name}\s*+{MARK}*+(?=\{{)",
+        rf"{name}\s*+{MARK}++(?=\{{)",
+        rf'<function(?:=|\s++name=)"?{name}"?>\s*+(?=\{{)',
+    )
+    bare_call = partial(_delimiter, (CONTENT,), CALL, known_tool=True, line_start=True)
+    return [
+        bare_call(
+            rf"(?:{opener}\s*+)?{_undelimited_call(default, name + CALLED, opener)}",
+            make_parser=partial(make_call_parser, default),
+        ),
+        bare_call("|".join(named_calls), make_parser=_named_parser),
+        _delimiter((CONTENT,), CONTENT, CLOSER, after_call=True, extendable=True),
+    ]
 
 
 def _ignored_delimiters(texts: Iterable[str]) -> list[Delimiter]:
@@ -297,6 +325,7 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     optional, opens = calls.opening
     closes, after = calls.closing
     before = "".join(rf"(?:{_flexible_pattern(text)}\s*)?" for text in optional)
+    before = before.replace("calls", "calls?")
     if calls.undelimited:
         pattern = _undelimited_call(calls)
     elif calls.is_list:
@@ -306,11 +335,16 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     else:
         before_id, id_, after_id = calls.middle.strip().rpartition(ID)
         optional_id = f"(?:{_flexible_pattern(before_id + id_)})?" if id_ and after_id else ""
-        middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
+        before_index, index, after_index = after_id.rpartition(INDEX)
+        if index and after_index:
+            optional_id += rf"(?:{_flexible_pattern(before_index + index)}\s*)?"
+        middle = optional_id + _flexible_pattern(after_index) or r"(?=[\s<])"
         opening = rf"{_flexible_pattern(opens)}\s*" if opens else ""
+        if (delimiter := calls.syntax.pattern.match(opens)) and (word := opens[delimiter.end() :]):
+            opening = rf"{_flexible_pattern(delimiter[0])}\s*(?:{_flexible_pattern(word)}\s*)?"
         if opens and calls.arguments.style == "json":
-            # some models omit the delimiter before JSON, or write the first again
-            middle = rf"(?:{middle}|(?:{_flexible_pattern(opens)}\s*)?(?=\{{))"
+            # some models omit the delimiter before JSON, or write the first again, or another
+            middle = rf"(?:{middle}|(?:{_flexible_pattern(opens)}\s*)?{MARK}*+(?=\{{))"
         pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
     phases = (CONTENT,) if calls.undelimited else (CONTENT, REASONING)
@@ -334,7 +368,7 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     if calls.undelimited:
         named = _undelimited_call(calls, f"(?P<name>{TOOL_NAME})")
         delimiters.append(opening_call(named, known_tool=True, line_start=True))
-        delimiters.append(after_call(WRAPPER))
+        delimiters += _bare_calls("")[1:]
     elif not (calls.message_start or calls.any_style):
         # Some models write JSON calls in place of the template's, or in <tool_call>.
         opens, ends = (text.strip() for text in DEFAULT_TOOL_CALL_FORMAT.call)
@@ -346,16 +380,12 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
             pattern = rf"{_flexible_pattern(text)}(?=\s*+(?:\[\s*+)?\{{\s*+\")"
             make_parser = lambda *_: PlainCallParser("name", "arguments")  # noqa: E731
             delimiters.append(opening_call(pattern, make_parser=make_parser))
-        if own.startswith("["):  # or name[TOOL_CALLS]{…}, or name[ARGS]{…}
-            pattern = rf"(?P<name>{TOOL_NAME})\s*+(?:\[[A-Z_]{{2,40}}\]\s*+)++(?=\{{)"
-            named_call = partial(opening_call, known_tool=True, line_start=True)
-            delimiters.append(
-                named_call(
-                    pattern, make_parser=lambda found, _: PlainCallParser("", "", found["name"])
-                )
-            )
-        if calls.arguments.style == "python":
-            delimiters += BARE_CALLS
+        if calls.is_list:  # a name behind the delimiter: [TOOL_CALLS]name{…}
+            own_calls = _flexible_pattern(calls.opening[1])
+            pattern = rf"{own_calls}\s*+(?P<name>{TOOL_NAME})\s*+{MARK}*+(?=\{{)"
+            named_call = opening_call(pattern, known_tool=True, make_parser=_named_parser)
+            delimiters.insert(0, named_call._replace(trigger=regex.compile(own_calls)))
+        delimiters += _bare_calls(own)
     return delimiters + [after_call(regex.escape(text)) for text in after]
 
 

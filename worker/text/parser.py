@@ -181,7 +181,7 @@ class OutputParser:
     def finish(self) -> list[OutputEvent]:
         """Return the events of the pending text, without a partial delimiter of a call."""
         text, after_call = self._buffer.text, self._after_delimiter and self.calls_finished > 0
-        ends = [delimiter.partial_start(text, after_call) for delimiter in self._active if text]
+        ends = [each.partial_start(text, after_call, self._tools) for each in self._active if text]
         may_call = self._format.undelimited_calls and self._allows_calls and not self._has_content
         if may_call and self._format.may_become_call(text, self._tools):
             ends.append(0)

@@ -149,7 +149,11 @@ class ToolCallFormat:
 
     @property
     def trigger(self) -> str:
-        """The beginning of a call that identifies it: up to its first delimiter, if it has one."""
+        """The beginning of a call that identifies it: up to its first delimiter, if it has one; of
+        a list of calls, up to its last."""
+        if self.is_list:
+            text, opens = self.section[0] + self.call[0], self.opening[1]
+            return text[: text.rfind(opens) + len(opens)]
         delimiter = self.syntax.pattern.search(self.call[0])
         return self.call[0][: delimiter.end()] if delimiter else self.call[0]
 
@@ -178,7 +182,8 @@ class ToolCallFormat:
         syntax = self.syntax
         delimiters = [*syntax.pattern.finditer(call), *syntax.unfinished.finditer(call)]
         start = delimiters[-1].start() if delimiters else 0
-        return [text for text in (section.strip(), call[:start].strip()) if text], call[start:]
+        before = (section, *re.split(f"({DELIMITER.pattern})", call[:start]))
+        return [text.strip() for text in before if text.strip()], call[start:]
 
     @property
     def closing(self) -> tuple[str, list[str]]:

@@ -14,8 +14,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -23,6 +24,7 @@ from worker.text.tool_call_format import KEY, TYPE, ArgumentFormat, Pair, ToolCa
 
 MAX_DEPTH = 100  # of a value, or of a schema
 SPACE = " \t\r\n"
+SIGNS_AFTER_STRING = ",:)]}"
 
 # ── JSON types ──
 
@@ -54,20 +56,27 @@ class ToolCallPart(NamedTuple):
 
 
 class Brackets:
-    """Follows strings and brackets. `quotes`: characters that enclose strings."""
+    """Follows strings and brackets. `quotes`: characters that enclose strings. With several, what
+    ends a string stands before a sign, since some models write quotes within quotes."""
 
     def __init__(self, quotes: str, opening: str, closing: str) -> None:
         self.depth = 0
         self.quote = ""  # of the open string
         self._quotes, self._opening, self._closing = quotes, opening, closing
-        self._escaped = False
+        self._escaped = self._may_end = False
 
     def add(self, char: str) -> None:
+        if self._may_end and char not in SPACE:
+            self._may_end = False
+            self.quote = "" if char in SIGNS_AFTER_STRING else self.quote
         if self._escaped:
             self._escaped = False
         elif self.quote:
             self._escaped = char == "\\"
-            self.quote = "" if char == self.quote else self.quote
+            if char == self.quote and len(self._quotes) > 1:
+                self._may_end = True
+            elif char == self.quote:
+                self.quote = ""
         elif char in self._quotes:
             self.quote = char
         else:
@@ -85,7 +94,15 @@ class JsonCallParser:
     `name_key` and `arguments_key` are the model's. With an empty `name_key`, the name itself is the
     key of the arguments. With `name`, the text is the arguments of one call and nothing else."""
 
-    def __init__(self, name_key: str, arguments_key: str, name: str | None = None) -> None:
+    def __init__(
+        self,
+        name_key: str,
+        arguments_key: str,
+        name: str | None = None,
+        *,
+        tools: ToolTypes = MappingProxyType({}),
+    ) -> None:
+        self._tools = tools
         self.started = False  # a name is complete
         self.rest = 0  # characters at the end of the last text that follow the calls
         self.may_continue = True  # the text so far may be the beginning of calls
@@ -154,9 +171,9 @@ class JsonCallParser:
             self._flush(ended=True)
         elif self._fixed_name is not None and not (cut or self._has_arguments):
             self._parts.append(ToolCallPart(None, "{}"))
-        elif not (self.started or cut) and text.lstrip("[" + SPACE).startswith("{"):
-            # some models write Python's quotes
-            self._parts += BufferedCallParser(lambda *_: _read_any_calls(text, {}, cut)).close(cut)
+        elif not (self.started or cut):  # some models write calls in another style
+            read = lambda *_: _read_any_calls(text, self._tools, cut)  # noqa: E731
+            self._parts += BufferedCallParser(read).close(cut)
         return self._parts
 
     def _add_member(self, char: str) -> None:
@@ -271,7 +288,7 @@ class PythonCallParser(BufferedCallParser):
     def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
         self.rest = 0
         for position, char in enumerate("" if delimited else text):
-            if not self.may_continue and char not in SPACE:
+            if not self.may_continue and char not in SPACE + ",":
                 self.rest = len(text) - position
                 break
             depth = self._brackets.depth
@@ -295,7 +312,7 @@ def make_call_parser(
     if groups.get("python"):
         return PythonCallParser(tools)
     if call_format.keys is not None or groups.get("json"):
-        return JsonCallParser(*(call_format.keys or ("name", "arguments")))
+        return JsonCallParser(*(call_format.keys or ("name", "arguments")), tools=tools)
     if arguments.style == "json":
         return JsonCallParser("", "", name)
     if name is None:
@@ -464,13 +481,16 @@ def read_value(text: str, types: Collection[str]) -> Any:
     if types == {"string"}:
         return text
     stripped, may_be_string = text.strip(), "string" in types
-    for read in (_read_json, read_literal):
+    # Words in brackets are a value where the schema says so.
+    for read in (_read_json, partial(read_literal, words=bool(types))):
         try:
             value = read(stripped)
         except (ValueError, RecursionError):
             continue
         kind = json_type(value)
-        if may_be_string and (kind == "string" or (read is read_literal and kind in NUMBER_TYPES)):
+        if may_be_string and (
+            kind == "string" or (read is not _read_json and kind in NUMBER_TYPES)
+        ):
             return text  # unchanged: quotes, white space, a number's leading zeros
         if not types or kind in types or (kind == "integer" and "number" in types):
             return value
@@ -511,9 +531,9 @@ WORDS |= dict.fromkeys(("None", "null", "none"))
 UNSAFE, ESCAPES = re.compile(r'\\(.)|"', re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
 
 
-def read_literal(text: str) -> Any:
-    """Read one Python or JSON literal; ValueError if it is none. Unquoted words are strings."""
-    reader = _PythonReader(text)
+def read_literal(text: str, words: bool = True) -> Any:
+    """Read one Python or JSON literal; ValueError if it is none. Unquoted `words` are strings."""
+    reader = _PythonReader(text, words)
     value = reader.value()
     reader.expect(END)
     return value
@@ -540,7 +560,7 @@ def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
         if (rest := text[head.end() :]).startswith("("):
             return read_python_calls(text, tools, cut)
         if rest.startswith("{"):
-            return [(head[1], dict(_read_json(rest)))]
+            return [(head[1], dict(json.JSONDecoder().raw_decode(rest)[0]))]
         return [(head[1], _read_any_entries(rest, tools[head[1]]))]
     try:
         try:
@@ -563,7 +583,9 @@ def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
 
 
 # a, <function=a> or <invoke name="a">
-ANY_HEAD = re.compile(r'\s*(?:<\w{1,20}(?:=|\s+name=)"?)?([\w.:/-]{1,128})(?:"?>)?\s*')
+ANY_HEAD = re.compile(
+    r'\s*(?:<\w{1,20}(?:=|\s+name=)"?)?([\w.:/-]{1,128})(?:"?>)?\s*(?:```\w{0,20}\s*)?'
+)
 # <x=KEY>VALUE</x>, <x name="KEY">VALUE</x>, or <key>KEY</key><value>VALUE</value>
 ANY_ENTRY = re.compile(
     r"""\s*+(?:<(\w{1,20})(?:=|\s+name=)"?(?P<one>[^<>"]{1,200}?)"?>
@@ -586,7 +608,8 @@ def _read_any_entries(text: str, types: ParameterTypes) -> dict[str, Any]:
 class _PythonReader:
     """Recursive descent over tokens; raises ValueError for an unexpected one."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, words: bool = True) -> None:
+        self._words = words
         self._tokens = ((str(m.lastgroup), m[0]) for m in TOKEN.finditer(text))
         self._token = next(self._tokens, ("sign", END))
         self._depth = 0
@@ -658,7 +681,7 @@ class _PythonReader:
             return _unquote(text)
         if kind == "number":
             return _finite(text) if {*text} & {*".eE"} else int(text)
-        if kind == "word":
+        if kind == "word" and (self._words or text in WORDS):
             return WORDS.get(text, text)
         if text == "{":
             return self._members()

@@ -39,7 +39,6 @@ from worker.text.chat_template.history import (
 )
 from worker.text.detokenizer import TextSpan
 from worker.text.output_format import (
-    BARE_CALLS,
     NAME_BEFORE_JSON,
     ChannelFormat,
     OutputFormat,
@@ -204,9 +203,11 @@ def with_default_calls(output_format: OutputFormat) -> OutputFormat:
     )
     for delimiters in UNKNOWN_CALLS:
         default = _with_unseen_calls(default, delimiters)
+    ignored = (each for each in output_format.delimiters if each.phases == {each.next_phase})
     return replace(
         default,
-        call_delimiters=(NAME_BEFORE_JSON, *default.call_delimiters, *BARE_CALLS),
+        delimiters=(*default.delimiters, *ignored),
+        call_delimiters=(NAME_BEFORE_JSON, *default.call_delimiters),
         may_close_unopened=output_format.may_close_unopened,
         tool_calls=DEFAULT_TOOL_CALL_FORMAT,
     )
@@ -279,6 +280,8 @@ RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
 # In a delimiter, what tells its two ends apart: <|text_start|> and <|text_end|>, <text> and </text>
 EDGE_WORD = re.compile(r"[\W_]|start|begin|open|end|close", re.IGNORECASE)
 MAX_TAGS = 40  # of a template's source that are tried
+# In instructions: what the model writes around its content
+CONTENT_TAGS = re.compile(r"(<(?:response|answer)>)(</(?:response|answer)>)")
 CLOSING_TAG = re.compile(r"</([\w:]{2,40})>")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPEN_REASONING = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
@@ -320,7 +323,7 @@ class TemplateProber:
 
     def output_format(self, calls: ToolCallFormat | None) -> OutputFormat:
         """Return the format with these calls, or with default ones. Reasoning may close unopened
-        where a variable switches it on and off."""
+        where a variable switches it on and off, and where each message has it."""
         inferred = inferred_output_format(
             self.reasoning,
             self._content,
@@ -328,11 +331,13 @@ class TemplateProber:
             self._channel_format(calls),
             self._ends,
             self._message_start,
+            self._turn_delimiters(),
         )
         on, off = (
             self._render([QUESTION], **dict.fromkeys(SWITCHES, value)) for value in (True, False)
         )
-        return replace(inferred, may_close_unopened=inferred.reasoning is not None and on != off)
+        may_close = on != off or inferred.reasoning_at_end(self._content_text.partition(CONTENT)[0])
+        return replace(inferred, may_close_unopened=bool(inferred.reasoning and may_close))
 
     def _render_message(
         self, message: Message, reasoning_key: str = "reasoning_content", **variables: Any
@@ -491,6 +496,8 @@ class TemplateProber:
                 reasoning = reasoning or (pair if CONTENT in text else None)
             elif pair[0] not in text and pair[1] not in text:
                 content = content or pair
+        if content is None and (told := CONTENT_TAGS.search(source)):
+            content = told[1], told[2]
         return reasoning, content
 
     def _lead_in(self, header: str) -> str:
@@ -520,6 +527,15 @@ class TemplateProber:
         if not ends or not self._syntax.pattern.fullmatch(opens):
             return None, ends[:-1]
         return (opens, ends[0]), ends[1:-1]
+
+    def _turn_delimiters(self) -> Pair:
+        """Return the delimiters that the generation prompt ends with and that end a turn."""
+        header, end = self._last_delimiter(self._generation_prompt()), ""
+        text = self._render([QUESTION, assistant(content=CONTENT)], add_generation_prompt=False)
+        if delimiters := self._syntax.pattern.findall(text.partition(CONTENT)[2]):
+            end = delimiters[-1]
+        known = *(self.reasoning or ()), *(self._content or ()), *self._ends
+        return "" if header in known else header, "" if end in known else end
 
     def _delimiters_beside_calls(self) -> list[str]:
         """Return the delimiters around content that has calls beside it, where other content has
