@@ -265,7 +265,7 @@ KEYWORD = r"\((?=\s*+\w++\s*+=)"  # behind the name of a call that no brackets e
 # Behind a name: a definition of a tool has a name, too, and no arguments.
 CALLED = r'(?=\(|"\s*+(?:\}|,\s*+"(?:arguments|parameters)"))'
 # What may close what models write around calls that are not in their format
-CLOSER = r"</\w{1,40}>|<\|/\w{1,40}\|>|<\|\w{0,30}(?i:end)\w{0,9}\|>|\[/[A-Z_]{2,40}\]|```(?=\s|\Z)"
+CLOSER = r"</\w{1,40}>|<\|/\w{1,40}\|>|<\|\w{0,30}(?i:end)\w{0,9}\|>|\[/[A-Z_]{2,40}\]|```(?!\w)"
 
 
 def _bare_calls(own: str) -> list[Delimiter]:
@@ -363,7 +363,8 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     else:
         delimiters = [opening_call(pattern, only_first=calls.undelimited, trigger=trigger)]
     if closes:
-        delimiters.append(_delimiter((CALL,), CONTENT, _flexible_pattern(closes)))
+        ends = "|".join(map(_flexible_pattern, (closes, *after)))  # some models omit the first
+        delimiters.append(_delimiter((CALL,), CONTENT, ends))
     after_call = partial(_delimiter, (CONTENT,), CONTENT, after_call=True)
     if calls.undelimited:
         named = _undelimited_call(calls, f"(?P<name>{TOOL_NAME})")

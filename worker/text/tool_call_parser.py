@@ -42,6 +42,7 @@ NUMBER_TYPES = ("integer", "number")
 
 ParameterTypes = Mapping[str, Collection[str]]  # empty where the schema leaves the type open
 ToolTypes = Mapping[str, ParameterTypes]  # by the tool's name
+ANY: ToolTypes = MappingProxyType({})
 ParsedCalls = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
@@ -95,12 +96,7 @@ class JsonCallParser:
     key of the arguments. With `name`, the text is the arguments of one call and nothing else."""
 
     def __init__(
-        self,
-        name_key: str,
-        arguments_key: str,
-        name: str | None = None,
-        *,
-        tools: ToolTypes = MappingProxyType({}),
+        self, name_key: str, arguments_key: str, name: str | None = None, *, tools: ToolTypes = ANY
     ) -> None:
         self._tools = tools
         self.started = False  # a name is complete
@@ -370,9 +366,7 @@ def read_entries(
             allowed = _types_of(argument_format, match["type"], allowed)
         arguments[key] = read_value(match["value"], allowed)
         position = match.end()
-    if text.strip() and not arguments:
-        raise ValueError("no entries")
-    return arguments
+    return arguments if arguments or not text.strip() else _read_object(text)
 
 
 def _nested_entries(argument_format: ArgumentFormat, text: str) -> Iterator[Pair]:
@@ -505,6 +499,14 @@ def _read_json(text: str) -> Any:
     return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
+def _read_object(text: str) -> dict[str, Any]:
+    """Parse the JSON object that a text begins with; ValueError if there is none."""
+    value, _ = json.JSONDecoder().raw_decode(text.strip())
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
+
+
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
@@ -554,13 +556,14 @@ def read_python_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
 
 def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
     """Read JSON calls, Python calls, or a call in tags; ValueError if the text is none of them."""
+    text = AROUND_CALLS.sub("", text)
     if not text.lstrip("[" + SPACE).startswith("{"):
         if not ((head := ANY_HEAD.match(text)) and head[1] in tools):
             return read_python_calls(text, tools, cut)
         if (rest := text[head.end() :]).startswith("("):
             return read_python_calls(text, tools, cut)
         if rest.startswith("{"):
-            return [(head[1], dict(json.JSONDecoder().raw_decode(rest)[0]))]
+            return [(head[1], _read_object(rest))]
         return [(head[1], _read_any_entries(rest, tools[head[1]]))]
     try:
         try:
@@ -582,6 +585,8 @@ def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
         raise ValueError("no calls") from error
 
 
+# A code fence, or a token at the end
+AROUND_CALLS = re.compile(r"^\s*```\w{0,20}\s|(?:```|<\|[^<>\s]{1,60}\|>)\s*$")
 # a, <function=a> or <invoke name="a">
 ANY_HEAD = re.compile(
     r'\s*(?:<\w{1,20}(?:=|\s+name=)"?)?([\w.:/-]{1,128})(?:"?>)?\s*(?:```\w{0,20}\s*)?'
