@@ -77,9 +77,10 @@ def chat(generator: FakeGenerator, server: Server, body: Any, path: str = CHAT) 
 def test_media_keep_their_positions_among_text(generator: FakeGenerator, server: Server) -> None:
     parts = [text("one"), image(detail="low"), sound(), text("two"), link("audio"), video()]
     parts += [link("video"), {"type": "image_url", "image_url": LINK}]
+    parts += [{"type": "input_image", "image_url": LINK, "detail": "low"}]
     before = {"role": "system", "content": [text("be"), text("brief")]}
     got = chat(generator, server, {"messages": [before, *user(*parts)["messages"]]})
-    kinds = ["image", "audio", "audio", "video", "video", "image"]
+    kinds = ["image", "audio", "audio", "video", "video", "image", "image"]
     first, second, *others = [{"type": kind} for kind in kinds]
     assert got.messages == (
         {"role": "system", "content": "be\nbrief"},
@@ -94,6 +95,7 @@ def test_media_keep_their_positions_among_text(generator: FakeGenerator, server:
         media("video", f"{at}[5].input_video"),
         media("video", f"{at}[6].video_url"),
         media("image", f"{at}[7].image_url"),
+        MediaInput(b"data", "low", f"{at}[8].image_url"),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.apis.openai.media import FileData, FileUrl, ImageUrl, url_input
+from server.apis.openai.media import Detail, FileData, FileUrl, ImageUrl, url_input
 from server.apis.openai.request_fields import NON_EMPTY, required
 from server.http.json import Document
 from worker.messages.generation import INPUT, MAX_MEDIA, Chat, MediaInput, MediaKind
@@ -21,10 +21,11 @@ NULLABLE = ["assistant", "tool", "function"]  # roles whose content may be null
 # The fields of the parts that have text. Those of Responses are accepted, as in vLLM.
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THINKING = "thinking"
-IMAGE = "image_url"
+IMAGE, INPUT_IMAGE = "image_url", "input_image"  # with the same field; the second is Responses'
 # The kinds of the parts that have media.
 MEDIA: Mapping[str, MediaKind] = {
     IMAGE: "image",
+    INPUT_IMAGE: "image",
     "input_audio": "audio",
     "audio_url": "audio",
     "input_video": "video",
@@ -53,6 +54,7 @@ PART_FIELDS = any_of(
         ({"type": {"const": kind}, kind: {"type": "object"}}, [kind])
         for kind in ("input_audio", "input_video")
     ),
+    ({"type": {"const": INPUT_IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
 )
 CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
 CALL_FIELDS = any_of(
@@ -85,6 +87,7 @@ class TextPart(Struct):
 class ContentPart(TextPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     image_url: ImageUrl | str | None = None
+    detail: Detail | None = None  # of an input_image
     thinking: str | None = None
     input_audio: FileData | None = None
     audio_url: FileUrl | str | None = None
@@ -92,12 +95,13 @@ class ContentPart(TextPart):
     video_url: FileUrl | str | None = None
 
     def media_input(self, path: str) -> MediaInput:
-        path = f"{path}.{self.type}"
-        value: Any = required(getattr(self, self.type), path)
+        field = IMAGE if self.type == INPUT_IMAGE else self.type
+        path = f"{path}.{field}"
+        value: Any = required(getattr(self, field), path)
         if isinstance(value, FileData):
             return value.media_input(path, MEDIA[self.type])
         url = value if isinstance(value, str) else value.url
-        detail = value.detail if isinstance(value, ImageUrl) else None
+        detail = value.detail if isinstance(value, ImageUrl) else self.detail
         return url_input(url, detail, path, MEDIA[self.type])
 
 
