@@ -65,6 +65,7 @@ class Delimiter(NamedTuple):
     # a pattern of the part of the delimiter that is enough to know that a call begins
     trigger: Any = None
     known_tool: bool = False  # it counts only with the name of a tool of the request
+    name_first: bool = False  # a word that it begins with is the name of the tool
     line_start: bool = False  # within content it counts only at the start of a line
     after_call: bool = False  # it counts only right after a call
 
@@ -80,8 +81,8 @@ class Delimiter(NamedTuple):
         is_call = self.next_phase == CALL and not (self.only_first or self.line_start)
         if not is_call and (self.known_tool or not after_call):
             return len(text)
-        word = regex.match(TOOL_NAME, (self.after_trigger(text) or "").lstrip())
-        if self.known_tool and word and not any(name.startswith(word[0]) for name in names):
+        named = (self.after_trigger(text) or "").lstrip()
+        if self.known_tool and not may_be_tool(named, names):
             return len(text)
         match = self.pattern.search(text, partial=True)
         alone = match and after_call and not text[: match.start()].strip()
@@ -137,6 +138,12 @@ class OutputFormat:
         return len(token) > 2 and any(token in text for text in self.visible_texts)
 
 
+def may_be_tool(text: str, names: Iterable[str], start: int = 0) -> bool:
+    """Return whether the word at this position, if there is one, begins the name of a tool."""
+    word = TOOL.match(text, start)
+    return word is None or any(name.startswith(word[0]) for name in names)
+
+
 # ── inferred from a chat template ──
 
 DEFAULT_REASONING: Pair = ("<think>", "</think>")
@@ -146,6 +153,7 @@ FENCE = r"```\w{0,20}"
 WRAPPER = rf"(?:<\|?/?\w{{1,40}}\|?>|\[/?[A-Z_]{{2,40}}\]|{FENCE})"
 MARK = r"(?:\[[A-Z_]{2,40}\]\w*+\s*+)"  # [ARGS], or [CALL_ID]id
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
+TOOL = regex.compile(TOOL_NAME)
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
 
@@ -280,7 +288,9 @@ def _bare_calls(own: str) -> list[Delimiter]:
         rf"{name}\s*+{MARK}++(?=\{{)",
         rf'<function(?:=|\s++name=)"?{name}"?>\s*+(?=\{{)',
     )
-    bare_call = partial(_delimiter, (CONTENT,), CALL, known_tool=True, line_start=True)
+    bare_call = partial(
+        _delimiter, (CONTENT,), CALL, known_tool=True, name_first=True, line_start=True
+    )
     return [
         bare_call(
             rf"(?:{opener}\s*+)?{_undelimited_call(default, name + CALLED, opener)}",

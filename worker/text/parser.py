@@ -26,6 +26,7 @@ from worker.text.output_format import (
     Delimiter,
     Match,
     OutputFormat,
+    may_be_tool,
 )
 from worker.text.tool_call_parser import (
     BufferedCallParser,
@@ -250,6 +251,8 @@ class OutputParser:
     def _counts(self, delimiter: Delimiter, match: Match) -> bool:
         """Return whether this occurrence is a delimiter, not a mention in the content."""
         if delimiter.known_tool and not match.partial and match["name"] not in self._tools:
+            return False
+        if delimiter.name_first and not may_be_tool(match.string, self._tools, match.start()):
             return False
         if delimiter.after_call:
             before = self._buffer.text[: match.start()]
