@@ -177,7 +177,10 @@ class OutputParser:
         """Return whether this text, if it follows, is content or reasoning in which no delimiter
         can begin, as most tokens are."""
         chars = self._first_chars
-        return chars is not None and not self._buffer.text and chars.isdisjoint(text)
+        if chars is None or self._buffer.text or not chars.isdisjoint(text):
+            return False
+        is_within_line = self._has_content and not self._after_delimiter
+        return not self._has_line_starts or (is_within_line and "\n" not in self._space.text + text)
 
     def finish(self) -> list[OutputEvent]:
         """Return the events of the pending text, without a partial delimiter of a call."""
@@ -320,9 +323,11 @@ class OutputParser:
     def _enter(self, phase: str) -> None:
         self._inside = phase
         self._active = [each for each in self._delimiters if phase in each.phases]
-        # of text: those of all delimiters; None: one may begin with any
+        line_starts = [each for each in self._active if each.line_start and phase == CONTENT]
+        self._has_line_starts = bool(line_starts)
+        # of text: those of all other delimiters; None: one may begin with any
         self._first_chars: frozenset[str] | None = None
-        chars = [first_chars(delimiter.pattern) for delimiter in self._active]
+        chars = [first_chars(each.pattern) for each in self._active if each not in line_starts]
         if phase in TEXT_KINDS and all(chars):
             self._first_chars = frozenset().union(*chars)
 
