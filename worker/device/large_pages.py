@@ -12,8 +12,8 @@ MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
 
 
 def use_large_pages(spans: Iterable[tuple[int, int]], collapse: bool) -> None:
-    """Ask Linux to back memory, given by addresses and bytes, by large pages from the first write
-    on; with `collapse` also what has been written. A refusal is ignored.
+    """Ask Linux to back memory by large pages. `spans`: addresses and sizes in bytes. `collapse`:
+    pages that have been written become large too. A refusal by Linux is ignored.
 
     Pages are taken whole, with the memory beside a span: many weights are smaller than a page.
     """

@@ -496,8 +496,8 @@ class TemplateProber:
                 reasoning = reasoning or (pair if CONTENT in text else None)
             elif pair[0] not in text and pair[1] not in text:
                 content = content or pair
-        if content is None and (told := CONTENT_TAGS.search(source)):
-            content = told[1], told[2]
+        if content is None and (tags := CONTENT_TAGS.search(source)):
+            content = tags[1], tags[2]
         return reasoning, content
 
     def _lead_in(self, header: str) -> str:

@@ -23,7 +23,7 @@ struct Step {
 thread_local std::optional<Step> step;
 
 constexpr int64_t SHARED_LAYER = -1;  // as in paged.py
-constexpr int64_t MIN_WRITTEN = 2048;  // numbers of keys and values that a thread writes
+constexpr int64_t MIN_WRITTEN = 2048;  // numbers of keys and values that a thread writes, at least
 
 // Checks that a span's blocks are in its table and in the cache.
 void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {

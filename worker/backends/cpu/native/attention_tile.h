@@ -253,7 +253,7 @@ class Tile {
     }
   }
 
-  // Sums the weighted values of some keys, block by block. Prefetches as many keys that come next.
+  // Sums the weighted values of some keys, block by block. Prefetches the keys that come next.
   void multiply_values(int64_t key, int64_t end) {
     for (int64_t n = 0; key + n < end; n += BLOCK) {
       const int64_t valid = valid_in(key + n);
