@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib.metadata
+import logging
 import os
 import shutil
 import ssl
@@ -35,6 +36,17 @@ vars(importlib.metadata)["version"] = functools.cache(importlib.metadata.version
 
 # The default timeout of httpx.get and the like would be 5 s.
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(vars(httpx.Timeout(60)))
+
+
+class Loggers(dict[str, Any]):
+    """Loggers by name. pytest iterates over them at each phase of a test, while a thread that
+    imports a library, as one that compiles a model does, may add some."""
+
+    def values(self) -> Any:
+        return list(super().values())  # at once, under the global interpreter lock
+
+
+vars(logging.root.manager)["loggerDict"] = Loggers(logging.root.manager.loggerDict)
 
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
