@@ -112,6 +112,16 @@ def random_params(rng: random.Random, vocabulary: int) -> SamplingParams:
     )
 
 
+@pytest.fixture(params=["torch", "native"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What samples rows that had too few candidates."""
+    if request.param == "native":
+        request.getfixturevalue("native")
+    else:
+        monkeypatch.setattr(torch.ops.onequeue, "sample_filtered", sampler._sample_filtered)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(
     ("vocabulary", "count", "scale", "dtype"),
     [
@@ -261,6 +271,7 @@ def test_ids_out_of_range_change_no_other_row() -> None:
     assert tokens(logits, [greedy, odd, greedy]) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.usefixtures("kernel")
 def test_all_logits_equal_to_the_last_of_top_k_are_kept() -> None:
     """As `generate` and vLLM do; many rows in bfloat16 have such ties."""
     few = normal(1, WIDE)

@@ -2,8 +2,8 @@
 
 The library is built once for a source, compiler, torch and CPU, whatever environment that torch is
 in. It is kept in TORCHINDUCTOR_CACHE_DIR or the user's cache folder, which processes may share.
-Loading it registers CPU kernels: of onequeue::paged_attention, which layers call (paged.py), and of
-the linear operations (linear_layers.py, amx_linear.py). Without a compiler the torch
+Loading it registers CPU kernels: of onequeue::paged_attention, which layers call (paged.py), of the
+linear operations (linear_layers.py, amx_linear.py), and of onequeue::sample_filtered (sampler.py). Without a compiler the torch
 backend is used.
 """
 
@@ -44,6 +44,7 @@ SOURCE_FOLDER = Path(__file__).parent / "cpu" / "native"
 SOURCES = (
     "packed_linear", "attention", "experts_linear", "bf16_weight_linear", "int4_linear",
     "short_conv", "amx_linear", "state_space", "gated_delta_rule", "int8_linear", "lora",
+    "sampling",
 )  # fmt: skip
 MAX_PARTS = 4  # a compiler takes 0.7 GB, and reads torch's headers as long as several sources
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi", "-g0")

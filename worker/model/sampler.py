@@ -291,7 +291,7 @@ class SamplerOutput:
         """`raw` and `scores` [R, N, BLOCK]: logits before and after processing, float32 unless all
         rows are greedy and none is scored."""
         self._raw, self._blocks, self.inputs = raw, scores, inputs
-        self.tokens, too_few = _sample_rows(scores, inputs, CANDIDATES)
+        self.tokens, too_few = _sample_rows(scores, inputs)
         self._too_few = None if too_few is None else AsyncCopy(too_few)
         self._start_copies()
 
@@ -313,17 +313,16 @@ class SamplerOutput:
         Waits for the step to know those rows.
         """
         flags, self._too_few = self._too_few.read() if self._too_few else (), None
-        pending, width = [n for n, is_pending in enumerate(flags) if is_pending], CANDIDATES
-        changed, rows = bool(pending), self.inputs.rows if pending else ()
-        while pending:
-            width *= WIDEN_FACTOR
+        pending = [n for n, is_pending in enumerate(flags) if is_pending]
+        if pending:
             index = to_device(pending, self.tokens.device)
-            inputs = SamplingInputs([rows[n] for n in pending])
-            self.tokens[index], too_few = _sample_rows(self._blocks[index], inputs, width)
-            pending = [] if too_few is None else index[too_few].tolist()
-        if changed:
+            number, parameters = (x[..., index] for x in self.inputs.on(index.device))
+            blocks = self._blocks[index]
+            weights = relative_weights(blocks, blocks.amax((1, 2)), parameters[0])
+            run = torch.ops.onequeue.sample_filtered
+            self.tokens[index] = run(blocks, weights, number, parameters)
             self._start_copies()
-        return changed
+        return bool(pending)
 
     def read(self) -> list[SampledToken]:
         """Wait for the step and return the tokens of all rows."""
@@ -365,17 +364,15 @@ class Kind(IntEnum):
     GREEDY, ANY, TOP, NUCLEUS = range(4)
 
 
-def _sample_rows(
-    blocks: Tensor, inputs: SamplingInputs, width: int
-) -> tuple[Tensor, Tensor | None]:
+def _sample_rows(blocks: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor | None]:
     """Sample a token for each row of scores [R, N, BLOCK].
 
-    Return the tokens [R], -1 for unusable scores, and whether [R] a row needs more than its `width`
-    largest scores, None if none does.
+    Return the tokens [R], -1 for unusable scores, and whether [R] a row needs more than its
+    CANDIDATES largest scores, None if none does.
     """
     maxima = blocks.amax(-1)
     peak = maxima.amax(-1)  # NaN if the row has one
-    tokens, too_few = _sample_kinds(blocks, maxima, peak, inputs, width)
+    tokens, too_few = _sample_kinds(blocks, maxima, peak, inputs)
     usable = peak - peak == 0  # finite
     return torch.where(usable, tokens, -1), None if too_few is None else too_few & usable
 
@@ -392,7 +389,7 @@ def _parameters(params: SamplingParams) -> tuple[float, ...]:
 
 
 def _sample_kinds(
-    blocks: Tensor, maxima: Tensor, peak: Tensor, inputs: SamplingInputs, width: int
+    blocks: Tensor, maxima: Tensor, peak: Tensor, inputs: SamplingInputs
 ) -> tuple[Tensor, Tensor | None]:
     """Sample rows, as _sample_rows. `maxima` [R, N]: of blocks; `peak` [R]: of rows.
 
@@ -415,7 +412,7 @@ def _sample_kinds(
             tokens = torch.where(kind == Kind.GREEDY, _argmax(blocks, maxima), tokens)
         return tokens, None
     is_nucleus = kind == Kind.NUCLEUS if found & {Kind.TOP, Kind.GREEDY} else None
-    filtered, too_few = _sample_top(blocks, peak, number, parameters, mass, is_nucleus, width)
+    filtered, too_few = _sample_top(blocks, peak, number, parameters, mass, is_nucleus)
     if tokens is None:
         return filtered, too_few
     is_any = kind == Kind.ANY
@@ -447,9 +444,9 @@ def _sample_top(
     parameters: Tensor,
     mass: Tensor | None,
     is_nucleus: Tensor | None,
-    width: int,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sample from the `width` largest scores, filtered by min_p, top_k and top_p.
+    """Sample from the `width` (None: CANDIDATES) largest scores, filtered by min_p, top_k, top_p.
 
     top_k keeps all scores equal to its last one. top_p is relative to `mass` [R] in the rows of
     `is_nucleus` [R] (None: in all rows). In other rows, or without a mass, it is relative to the
@@ -457,7 +454,7 @@ def _sample_top(
     None if all were considered.
     """
     temperature, top_p, top_k, min_p, _ = parameters[..., None]
-    values, ids = largest(blocks, width)  # each filter keeps a prefix of this order
+    values, ids = largest(blocks, width or CANDIDATES)  # each filter keeps a prefix of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
     last = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1))
@@ -484,6 +481,25 @@ def _sample_top(
         last_needed = torch.where(is_nucleus[:, None], count, limit)
     needed = values.gather(1, last_needed - 1)
     return tokens, (needed == values[:, -1:])[:, 0]
+
+
+def _sample_filtered(blocks: Tensor, weights: Tensor, number: Tensor, parameters: Tensor) -> Tensor:
+    """Sample from as many of the largest scores as filters keep. `weights` [R, N, BLOCK]: of the
+    scores. Return tokens [R]."""
+    tokens, width = torch.empty_like(number, dtype=torch.long), CANDIDATES
+    peak, mass, pending = blocks.amax((1, 2)), sum_weights(weights), torch.arange(len(blocks))
+    while len(pending):
+        width *= WIDEN_FACTOR
+        rows = pending.to(blocks.device)
+        is_nucleus = parameters[4, rows] == Kind.NUCLEUS
+        arguments = peak[rows], number[rows], parameters[:, rows], mass[rows], is_nucleus
+        tokens[rows], too_few = _sample_top(blocks[rows], *arguments, width)
+        pending = pending[:0] if too_few is None else pending[too_few.cpu()]
+    return tokens
+
+
+# On a CPU the native library replaces the operation's kernel by one that sorts less.
+torch.library.custom_op("onequeue::sample_filtered", _sample_filtered, mutates_args=())
 
 
 def largest(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
