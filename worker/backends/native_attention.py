@@ -3,8 +3,8 @@
 The library is built once for a source, compiler, torch and CPU, whatever environment that torch is
 in. It is kept in TORCHINDUCTOR_CACHE_DIR or the user's cache folder, which processes may share.
 Loading it registers CPU kernels: of onequeue::paged_attention, which layers call (paged.py), of the
-linear operations (linear_layers.py, amx_linear.py), and of onequeue::sample_filtered (sampler.py). Without a compiler the torch
-backend is used.
+linear operations (linear_layers.py, amx_linear.py), and of onequeue::sample_filtered (sampler.py).
+Without a compiler the torch backend is used.
 """
 
 import argparse
