@@ -457,6 +457,32 @@ def test_unknown_format_is_an_annotation() -> None:
     assert document["kind"] == {"format": "base64"}
 
 
+def with_property(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    properties = {"properties": {name: schema}, "required": [name]}
+    return {"type": "object", **properties, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"not": {}}, {"const": 3}]},
+        {"type": "array", "items": {"not": {}}},
+        with_property("k", {"const": 3}) | {"propertyNames": {"type": "string"}},
+    ],
+)
+def test_schemas_that_zod_writes_constrain_documents_and_strict_calls(
+    schema: dict[str, Any],
+) -> None:
+    parameters = with_property("v", schema)
+    function = {"name": "t", "strict": True, "parameters": parameters}
+    calls = ToolCallPolicy(("t",), required=True, parallel=False)
+    strict = asking(tools=({"type": "function", "function": function},), tool_policy=calls)
+    document = asking(constraint=Constraint("json_schema", parameters, "f"))
+    for item in (document, strict):
+        [choice] = alone(item).choices
+        assert jsonschema_rs.is_valid(parameters, json.loads(choice.parts[-1].text))
+
+
 def test_error_names_the_tool_that_cannot_be_compiled() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(foo"}}}
     broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}

@@ -105,6 +105,7 @@ NESTED = record(
     text_or_list={"type": ["string", "array"], "minItems": 2},
     text_or_number={"type": ["string", "integer"], "minimum": 5},
     any_format=STRING | {"format": "nonsense"},
+    undefined={"anyOf": [{"anyOf": [{"not": {}}, array(INTEGER)]}, {"type": "null"}]},  # zod's
     unique={"type": "array", "uniqueItems": True, "contains": {"const": 3}},
     choice={"enum": [[1, "x"], {"k": "v"}, "s"]},
     tree=of("tree"),
@@ -182,6 +183,9 @@ ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any], bool | list[str]]] = [
             ("text_or_number", "3 Main Street", True),
             ("text_or_number", 3, TAGS),
             ("any_format", "any", True),
+            ("undefined", [1], True),
+            ("undefined", None, True),
+            ("undefined", {}, False),
             ("unique", [1, 1], True),  # not enforced in JSON either
             ("choice", [1, "x"], True),
             ("choice", {"k": "v"}, True),
@@ -195,6 +199,10 @@ ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any], bool | list[str]]] = [
             ("both", "a/bcd", FREE),
         )
     ),
+    # properties that are named as keywords
+    *((record("not", **{"not": {}}), {"not": value}, True) for value in ("a", 1)),
+    (record(**{"not": {}}, propertyNames=STRING), {"propertyNames": "a"}, True),
+    (record(propertyNames=STRING), {"propertyNames": 1}, TAGS),
     # types that JSON schema does not know
     *(
         ({"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}, arguments, good)

@@ -126,7 +126,8 @@ class ArgumentGrammar:
                 for branch in branches:
                     yield from self._branches(branch, depth + 1)
                 return
-        yield schema
+        if schema is not False:
+            yield schema
 
     def _shapes(self, schema: Any, depth: int = 0) -> list[Shape]:
         """Return the shape of an object for each combination of alternatives."""
@@ -243,7 +244,7 @@ class ArgumentGrammar:
         if id(schema) not in self._value_rules:
             name = f"value_{len(self._rules)}_{len(self._value_rules)}"
             self._value_rules[id(schema)] = name, schema
-            branches = [] if schema is False else self._branches(schema)
+            branches = self._branches(schema)
             alternatives = [rule for branch in branches for rule in self._quoted(branch)]
             if alternatives:
                 self._rules.append(f"{name}: {' | '.join(alternatives)}")

@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from batching.errors import InvalidInput
 from worker.grammar.compiler import GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
-from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
+from worker.grammar.lark import (
+    content_or_calls,
+    schema_rule,
+    unusable_grammar,
+    without_annotations,
+)
 from worker.grammar.tool_calls import Tool, accepts, text_or_calls, tool_calls_grammar
 from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
 from worker.text.chat_template.inference import ARGUMENTS, TOOLS
@@ -156,7 +161,8 @@ def _strict_schema(tool: Tool) -> str | None:
     function = tool["function"]
     if function.get("strict") is not True or not function.get("parameters"):
         return None
-    return f"start: {schema_rule(function['parameters'], {})}"
+    schema = without_annotations(function["parameters"], is_strict=True)
+    return f"start: {schema_rule(schema, {})}"
 
 
 def _param_of(request: GenerationInput, name: str, field: str = "") -> str:

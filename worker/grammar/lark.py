@@ -19,6 +19,7 @@ COMPACT_JSON = {"whitespace_flexible": False}
 FORMATS = {"date-time", "time", "date", "duration", "email"}  # of strings, that llguidance enforces
 FORMATS |= {"hostname", "ipv4", "ipv6", "uuid", "uri"}
 LITERAL_KEYWORDS = ("const", "enum")  # their values are no schemas
+NO_VALUE: dict[str, Any] = {"not": {}}  # as zod writes undefined
 MAX_LENGTH = 1_000_000  # characters of a grammar, with all tools
 MAX_LENGTH_OF = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}  # by kind
 MAX_CHOICES = 2_000
@@ -138,20 +139,32 @@ def combines_schemas(schema: Any) -> bool:
     return declares or any(map(combines_schemas, schema.values()))
 
 
-def without_annotations(schema: Any, of_tool: bool = False) -> Any:
-    """Remove descriptions, and unknown formats, which llguidance would reject. Of a tool's schema
-    also types that JSON does not have: their values are unconstrained."""
+def without_annotations(schema: Any, of_tool: bool = False, is_strict: bool = False) -> Any:
+    """Remove descriptions and what llguidance would reject: `propertyNames` that allow any name,
+    and unknown formats unless `is_strict`. Write the schema of no value, `not: {}`, as False. Of a
+    tool's schema also remove types that JSON does not have: their values are unconstrained."""
+
+    def within(part: Any) -> Any:
+        return part != NO_VALUE and without_annotations(part, of_tool, is_strict)
+
+    def is_annotation(key: str, value: Any) -> bool:
+        if key == "format":
+            return isinstance(value, str) and value not in FORMATS and not is_strict
+        if key == "type":
+            return of_tool and _has_unknown_type(value)
+        return key == "description" or (key, value) == ("propertyNames", {"type": "string"})
+
     if isinstance(schema, list):
-        return [without_annotations(item, of_tool) for item in schema]
+        return [within(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value if key in LITERAL_KEYWORDS else without_annotations(value, of_tool)
-        for key, value in schema.items()
-        if not (key == "description" and isinstance(value, str))
-        and not (key == "format" and isinstance(value, str) and value not in FORMATS)
-        and not (of_tool and key == "type" and _has_unknown_type(value))
-    }
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SCHEMAS_BY_NAME and isinstance(value, dict):
+            kept[key] = {name: within(part) for name, part in value.items()}
+        elif not is_annotation(key, value):
+            kept[key] = value if key in LITERAL_KEYWORDS else within(value)
+    return kept
 
 
 def _has_unknown_type(types: Any) -> bool:
