@@ -268,8 +268,8 @@ def mismatches(name: str, layer: Any, x: Tensor) -> tuple[str, list[tuple[Any, .
             (x[:, :62], layer.panels, layer.bias, 128),
             (other, layer.panels, layer.bias, 128),
             (x, layer.panels.float(), layer.bias, 128),
-            (x, layer.panels, short.float(), 128),
-            (x, layer.panels, torch.zeros(128).bfloat16(), 128),
+            (x, layer.panels, short, 128),
+            (x, layer.panels, wrong, 128),
             (x, layer.panels, None, 161),
             (x, layer.panels.transpose(0, 1), None, 128),
         ]

@@ -164,7 +164,7 @@ class Bf16WeightLinear(LinearLayer):
     panels: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias, torch.float32)
+        super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
         panels = _panels(weight.detach(), PANEL_COLUMNS, 2)
         self.register_buffer("panels", panels, persistent=False)
@@ -177,8 +177,7 @@ class Bf16WeightLinear(LinearLayer):
 
     def unpacked(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [out, in] and bias of the original layer."""
-        weight = _unpaired(self.panels, self.out_features, self.in_features)
-        return weight, None if self.bias is None else self.bias.to(self.dtype)
+        return _unpaired(self.panels, self.out_features, self.in_features), self.bias
 
 
 class Int8Linear(LinearLayer):

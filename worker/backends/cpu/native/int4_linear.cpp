@@ -33,6 +33,7 @@ struct Factors {
 struct Int4Weights {
   static constexpr int ZERO = 8, ROWS = 4;
   static constexpr int64_t BLOCK_BYTES = INT4_BYTES;
+  using Number = Half;
   static constexpr bool PREFETCHES = false;
   static constexpr int64_t BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
   static constexpr int64_t DIRECT_PASSES = 2;

@@ -38,6 +38,7 @@ void multiply_shares(const Layer& layer, int64_t rows, int64_t columns, int64_t 
 // Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
 template <typename T, int64_t GROUP>
 struct PackedWeights {
+  using Number = T;  // of `lines`
   static constexpr bool PREFETCHES = true;
   static constexpr int64_t BUFFER = 1;
   const T* groups;
@@ -73,14 +74,15 @@ struct Linear {
 
   void sum(int64_t row, int64_t count, int64_t group, float* sums) const {
     const Multiplier<T> multiplier(count);
-    alignas(64) T buffer[Weights::BUFFER];
+    using W = typename Weights::Number;
+    alignas(64) W buffer[Weights::BUFFER];
     const bool few = count <= 2 * LANES && !has_tiles();
-    const int64_t most = few ? FEW_ROWS_BYTES / (GROUP * int64_t(sizeof(T))) : MAX_DEPTH;
+    const int64_t most = few ? FEW_ROWS_BYTES / (GROUP * int64_t(sizeof(W))) : MAX_DEPTH;
     for (int64_t k = 0; k < depth; k += most) {
       const int64_t deep = std::min(most, depth - k);
-      const T* lines = weights.lines((group * depth + k) * GROUP, deep * GROUP, buffer);
-      const Product<T, GROUP, Weights::PREFETCHES> product{
-          x + row * depth + k, depth, lines, STEP<T>, sums, GROUP, deep, k > 0};
+      const W* lines = weights.lines((group * depth + k) * GROUP, deep * GROUP, buffer);
+      const Product<T, GROUP, Weights::PREFETCHES, W> product{
+          x + row * depth + k, depth, lines, STEP<W>, sums, GROUP, deep, k > 0};
       multiplier.multiply(product, count, GROUP / LANES);
     }
   }

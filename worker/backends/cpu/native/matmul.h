@@ -28,27 +28,31 @@ inline void prefetch(const void* from, int64_t bytes, bool to_level_1) {
     for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
 }
 
-inline Floats add_product(Floats sum, const float* a, const float* line) {
-  return sum + *a * load<Floats>(line);
+inline Sums add_product(Sums sum, const float* a, const float* line) { return sum + *a * load<Sums>(line); }
+// Two numbers of a row and of each column, the weights widened to float32.
+inline Sums add_product(Sums sum, const float* a, const Half* line) {
+  const Line pairs = load<Line>(line);
+  sum += a[0] * (Sums)(pairs << 16);
+  return sum + a[1] * (Sums)(pairs & 0xffff0000u);
 }
 #if defined(__AVX512BF16__)
-inline Floats add_product(Floats sum, const Half* a, const Half* line) {
+inline Sums add_product(Sums sum, const Half* a, const Half* line) {
   const __m512i pair = _mm512_set1_epi32(load<int32_t>(a));
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)load<__m512i>(line));
+  return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)load<__m512i>(line));
 }
 #endif
 
-// A product's operands: c [rows, 16 · panels] = a [rows, depth] · panels, plus c if `add`. Lines of a
+// A product's operands: c [rows, 16 · panels] = a [rows, depth] · panels of type W, plus c if `add`. Lines of a
 // panel are LINE words apart, more than LANES where panels are interleaved. With PREFETCHES, lines
 // that come next in memory are prefetched, by each pass over the panels its share.
-template <typename T, int64_t LINE = LANES, bool PREFETCHES = false>
+template <typename T, int64_t LINE = LANES, bool PREFETCHES = false, typename W = T>
 struct Product {
   static constexpr int P = LINE == LANES ? PANELS : LINE / LANES;
   static constexpr int R = (LINE == LANES ? SUMS : INTERLEAVED_SUMS) / P;
 
   const T* a;
   int64_t a_row;
-  const T* panels;
+  const W* panels;
   int64_t panel;  // stride
   float* c;
   int64_t c_row;
@@ -57,28 +61,31 @@ struct Product {
 
   template <int ROWS, int COUNT>
   void block(int64_t row, int64_t at, int64_t pass, int64_t passes) const {
+    constexpr int REGISTERS = COUNT * LANES / WIDTH;
     const T* from = a + row * a_row;
-    const T* lines = panels + at * panel;
+    const W* lines = panels + at * panel;
     float* to = c + row * c_row + at * LANES;
-    Floats sums[ROWS][COUNT];
+    Sums sums[ROWS][REGISTERS];
     for (int r = 0; r < ROWS; ++r)
-      for (int p = 0; p < COUNT; ++p)
-        sums[r][p] = add ? load<Floats>(to + r * c_row + p * LANES) : Floats{};
-    for (int64_t k = 0, turn = pass; k < depth; k += PER_WORD<T>, --turn) {
+      for (int n = 0; n < REGISTERS; ++n) sums[r][n] = add ? load<Sums>(to + r * c_row + n * WIDTH) : Sums{};
+    for (int64_t k = 0, turn = pass; k < depth; k += PER_WORD<W>, --turn) {
       if (PREFETCHES && turn == 0) {
         const bool near = passes == 1 && ROWS <= FEW_ROWS;
-        const T* ahead = lines + k * LINE + (near ? NEAR : FAR) / sizeof(T);
+        const W* ahead = lines + k * LINE + (near ? NEAR : FAR) / sizeof(W);
         prefetch(ahead, COUNT * LANES * 4, near || passes > FEW_PASSES);
         turn = passes;
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int p = 0; p < COUNT; ++p)
-          sums[r][p] = add_product(sums[r][p], from + r * a_row + k, lines + p * panel + k * LINE);
+#pragma GCC unroll 16
+        for (int n = 0; n < REGISTERS; ++n) {
+          const int64_t column = n * WIDTH % LANES * PER_WORD<W>;
+          const W* line = lines + n * WIDTH / LANES * panel + k * LINE + column;
+          sums[r][n] = add_product(sums[r][n], from + r * a_row + k, line);
+        }
     }
     for (int r = 0; r < ROWS; ++r)
-      for (int p = 0; p < COUNT; ++p) store(to + r * c_row + p * LANES, sums[r][p]);
+      for (int n = 0; n < REGISTERS; ++n) store(to + r * c_row + n * WIDTH, sums[r][n]);
   }
 
   template <int COUNT, int... N>

@@ -10,15 +10,6 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;
-#elif defined(__AVX__)
-constexpr int WIDTH = 8;
-#else
-constexpr int WIDTH = 4;
-#endif
-typedef uint32_t Line __attribute__((vector_size(4 * WIDTH)));
-
 template <int S, int... J>
 inline void exchange(Line& a, Line& b, std::integer_sequence<int, J...>) {
   const Line low = __builtin_shufflevector(a, b, ((J & S) ? WIDTH + J - S : J)...);

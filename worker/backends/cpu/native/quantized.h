@@ -188,6 +188,7 @@ struct PlainCodes {
 struct Int8Weights {
   static constexpr int ZERO = 128, ROWS = 3;  // GCC keeps the sums of so many rows in registers
   static constexpr int64_t BLOCK_BYTES = INPUT_DEPTH * QUANTIZED_GROUP;
+  using Number = Half;
   static constexpr bool PREFETCHES = false;
   static constexpr int64_t BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
   const uint8_t* panels;

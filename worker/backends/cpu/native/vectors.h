@@ -25,6 +25,17 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
+// Words of a register: products keep their sums in such vectors, since compilers divide larger ones badly.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef uint32_t Line __attribute__((vector_size(4 * WIDTH)));
+typedef float Sums __attribute__((vector_size(4 * WIDTH)));
+
 constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr float LOG2_E = 1.44269504f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
